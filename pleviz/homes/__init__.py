@@ -1,0 +1,275 @@
+"""Where the PLE table lives, and moving it there: :func:`offload`.
+
+========== ================================================================================
+home       what a lookup does
+========== ================================================================================
+``gpu``    the ordinary path: the table is on the device that computes
+``mapped`` the table is in host RAM, page-locked in place; the GPU reads single rows of it
+``cpu``    ids go to the CPU, rows are gathered into a pinned buffer and copied up
+``auto``   ``mapped`` where it works, otherwise ``cpu``; says which, and why
+========== ================================================================================
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import psutil
+import torch
+from accelerate.hooks import add_hook_to_module, remove_hook_from_module
+from torch import nn
+
+from pleviz.format import fmt_bytes
+from pleviz.homes.embedding import HostEmbedding
+from pleviz.homes.guard import add_guards, remove_guards
+from pleviz.homes.home import HOMES, attach, detach
+from pleviz.homes.registration import RegistrationError, registered_bytes, why_not
+from pleviz.table import Table, compute_device, find_table
+
+__all__ = [
+    "HOME_NAMES",
+    "Offload",
+    "OffloadError",
+    "RegistrationError",
+    "home_of",
+    "offload",
+    "registered_bytes",
+    "restore",
+]
+
+HOME_NAMES = ("auto", "gpu", *HOMES)
+_RAM_RESERVE = 2**28  # bytes of RAM to leave free when the table is copied to it
+
+
+class OffloadError(RuntimeError):
+    """The table cannot be moved; the message says why and what to do. The model is unchanged."""
+
+
+class Offload:
+    """A moved table. Also a context manager: leaving the block restores the model.
+
+    Attributes:
+        home: the home in use (never ``"auto"``).
+        reason: why this home, in a sentence.
+    """
+
+    def __init__(self, model: nn.Module, home: str, reason: str, came_from: torch.device) -> None:
+        self._model: nn.Module | None = model
+        self.home = home
+        self.reason = reason
+        self._came_from = came_from
+
+    @property
+    def table(self) -> Table:
+        """The table as it is now."""
+        return find_table(self._live())
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes of accelerator memory that the table would take there and does not."""
+        table = self.table
+        at_home = isinstance(table.module, HostEmbedding)
+        return table.nbytes if at_home and compute_device(table.owner).type != "cpu" else 0
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes of table rows brought to the accelerator so far.
+
+        Each row once per forward pass and, for ``cpu``, once per distinct id of a long prompt.
+        ``mapped`` lookups inside a compiled graph are not counted.
+        """
+        module = self.table.module
+        return module._home.bytes_moved() if isinstance(module, HostEmbedding) else 0
+
+    def restore(self) -> None:
+        """Put the table back where it was, and the module's class, parameter and hooks with it.
+
+        If the model was moved since, the table joins it. Does nothing the second time.
+        """
+        if self._model is None:
+            return
+        if self.home == "gpu":
+            table = find_table(self._model)
+            table.weight.data = table.weight.data.to(self._came_from)
+        else:
+            restore(self._model)
+        self._model = None
+
+    def _live(self) -> nn.Module:
+        if self._model is None:
+            raise OffloadError("this table was restored; call pleviz.offload(model) again")
+        return self._model
+
+    def __enter__(self) -> Offload:
+        self._live()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.restore()
+
+    def __repr__(self) -> str:
+        if self._model is None:
+            return f"Offload(home={self.home!r}, restored)"
+        saved = fmt_bytes(self.bytes_saved)
+        return f"Offload(home={self.home!r}, saved {saved}; {self.reason})"
+
+
+def offload(model: nn.Module, home: str = "auto") -> Offload:
+    """Move the PLE table of ``model`` to ``home``. The model computes the same bits afterwards.
+
+    Args:
+        model: any model with a PLE table (see :func:`pleviz.find_table`).
+        home: ``"auto"``, ``"gpu"``, ``"mapped"`` or ``"cpu"``. ``"mapped"`` falls back to
+            ``"cpu"``, with a warning, where host memory cannot be page-locked.
+
+    Returns:
+        A handle with ``.restore()``; use it in a ``with`` block to restore at its end. While it is
+        offloaded the table is frozen (``requires_grad=False``); restoring brings the flag back.
+
+    Raises:
+        ValueError: unknown home.
+        NoTableError: the model has no PLE table.
+        OffloadError: already offloaded, trained, quantised, on the meta device, or too little RAM.
+    """
+    if home not in HOME_NAMES:
+        raise ValueError(f"unknown home {home!r}; choose one of {', '.join(HOME_NAMES)}")
+    table = find_table(model)
+    device = compute_device(table.owner)
+    _refuse(table)
+    came_from = table.weight.device
+    if home == "gpu":
+        if came_from != device:
+            table.weight.data = table.weight.data.to(device)
+        return Offload(model, "gpu", f"the table is on {device}, where the model computes", came_from)
+
+    problem = why_not(device)
+    if home == "cpu":
+        chosen, reason = "cpu", "you asked for it"
+    elif problem is None:
+        chosen = "mapped"
+        reason = "you asked for it" if home == "mapped" else "the GPU can read host memory in place"
+    else:
+        chosen, reason = "cpu", f"not mapped: {problem}"
+    _require_ram(table, chosen)
+    with _without_accelerate_hook(table.module, device) as hook:
+        try:
+            attached = attach(table.module, chosen, device)
+        except RegistrationError as error:
+            chosen, reason, problem = "cpu", f"not mapped: {error}", str(error)
+            attached = attach(table.module, chosen, device)
+    attached.accelerate_hook = hook
+    if home == "mapped" and chosen != "mapped":
+        warnings.warn(f"pleviz: home 'cpu' instead of 'mapped': {problem}", stacklevel=2)
+    family_has_rule = table.owner.config.model_type.startswith("gemma3n")
+    attached.row_zero_outside = family_has_rule
+    add_guards(table.owner, model, None if family_has_rule else table.module)
+    _free_cache(came_from)
+    return Offload(model, chosen, reason, came_from)
+
+
+def restore(model: nn.Module) -> None:
+    """Put an offloaded table of ``model`` back, also on a deep copy that never had a handle.
+
+    Raises:
+        NoTableError: the model has no PLE table.
+        OffloadError: its table is not offloaded.
+    """
+    table = find_table(model)
+    if not isinstance(table.module, HostEmbedding):
+        raise OffloadError("the table is not offloaded: there is nothing to restore")
+    home = table.module._home
+    detach(table.module, compute_device(table.owner) if home.joins_model else home.was_device)
+    remove_guards(model)
+    if home.accelerate_hook is not None:
+        add_hook_to_module(table.module, home.accelerate_hook)
+
+
+def home_of(model: nn.Module) -> str:
+    """The home the table of ``model`` is in at this moment: ``"gpu"`` is the ordinary path.
+
+    Raises:
+        NoTableError: the model has no PLE table.
+    """
+    module = find_table(model).module
+    return module._home.name if isinstance(module, HostEmbedding) else "gpu"
+
+
+def _refuse(table: Table) -> None:
+    """Raise for every table that cannot be moved, before anything changed."""
+    module, weight = table.module, table.weight
+    if isinstance(module, HostEmbedding):
+        raise OffloadError(
+            f"{table.name} is already offloaded to '{module._home.name}'. Call .restore() on the "
+            "handle, or pleviz.restore(model), before choosing another home."
+        )
+    if not isinstance(module, nn.Embedding) or not weight.is_floating_point():
+        raise OffloadError(
+            f"{table.name} is a {type(module).__name__} of {weight.dtype}: only a table of "
+            "floating-point rows can be moved. Load the model with its table unquantised."
+        )
+    hooked = hasattr(module, "_hf_hook")  # accelerate's: its weight may be meta, its forward wrapped
+    if weight.device.type == "meta" and not hooked:
+        raise OffloadError(
+            f"{table.name} is on the meta device: its values were never loaded."
+        )
+    if "forward" in module.__dict__ and not hooked:
+        raise OffloadError(
+            f"the forward of {table.name} was replaced on the instance (a hand-made offload?). "
+            "Undo that first: `del pleviz.find_table(model).module.forward`."
+        )
+    deliberate = table.wrapper in ("modules_to_save", "trainable_tokens")
+    if weight.requires_grad and (deliberate or module.training):
+        raise OffloadError(
+            f"{table.name} is being trained (requires_grad=True, "
+            f"{table.wrapper if deliberate else 'model.train()'}): an offloaded table is read-only. "
+            "Freeze it with `pleviz.find_table(model).weight.requires_grad_(False)`, or call "
+            "model.eval(), and offload again."
+        )
+
+
+@contextmanager
+def _without_accelerate_hook(module: nn.Module, device: torch.device) -> Iterator[Any]:
+    """Take accelerate's hook off ``module``; put it back if the block raises.
+
+    On a table it is the hook of ``device_map={…: "cpu"}``, which would copy the whole table to the
+    GPU at every forward pass. Yields the hook, or ``None``.
+    """
+    hook = getattr(module, "_hf_hook", None)
+    if hook is None:
+        yield None
+        return
+    remove_hook_from_module(module)
+    buffers = dict(module._buffers)
+    for name, buffer in buffers.items():  # the scale: the hook kept it where the model computes
+        module._buffers[name] = buffer.to(device)
+    try:
+        yield hook
+    except BaseException:
+        module._buffers.update(buffers)
+        add_hook_to_module(module, hook)
+        raise
+
+
+def _require_ram(table: Table, home: str) -> None:
+    if table.weight.device.type == "cpu":
+        return
+    free = psutil.virtual_memory().available
+    if free < table.nbytes + _RAM_RESERVE:
+        raise OffloadError(
+            f"home '{home}' needs {fmt_bytes(table.nbytes, binary=True)} of host RAM for the table, "
+            f"and {fmt_bytes(free, binary=True)} are free. Close something, or use home='gpu'."
+        )
+
+
+def _free_cache(device: torch.device) -> None:
+    """Give the table's old memory back to the driver, so that other programs see it free too."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,170 @@
+"""The homes themselves: where the bytes of an offloaded table are and how a lookup reaches them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from pleviz.homes import gather
+from pleviz.homes.embedding import HostEmbedding, host_class, original_class
+from pleviz.homes.registration import is_file_backed, map_to_device
+
+
+class Home:
+    """What an offloaded embedding module knows about its table.
+
+    ``host`` is the table as a CPU tensor; ``device`` is where the rows are needed.
+    """
+
+    name: str
+
+    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
+        self.host = host
+        self.device = device
+        self.was_device = host.device
+        self.joins_model = True  # restored onto the model's device, rather than to was_device
+        self.was_trainable = False
+        self.accelerate_hook: Any = None  # taken off the module while it is offloaded
+        self.row_zero_outside = False  # Gemma 3n: an id without a row reads row 0
+        self.rows_moved = 0
+        self.address = 0
+
+    def weight_data(self) -> torch.Tensor:
+        """The tensor that the module's parameter points at. Remembers its address."""
+        data = self._place()
+        self.address = data.data_ptr()
+        return data
+
+    def _place(self) -> torch.Tensor:
+        return self.host
+
+    def lookup(self, module: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
+        """Unscaled rows for ``ids`` ``[…]``: ``[…, width]`` on the device of ``ids``."""
+        raise NotImplementedError
+
+    def bytes_moved(self) -> int:
+        """Bytes of rows brought to the accelerator so far."""
+        raise NotImplementedError
+
+    def in_table(self, ids: torch.Tensor) -> torch.Tensor:
+        """Apply the model's own rule for ids without a row, where it has one."""
+        if not self.row_zero_outside:
+            return ids
+        return torch.where((ids >= 0) & (ids < self.host.shape[0]), ids, 0)
+
+    def follow(self, module: HostEmbedding, dtype: torch.dtype, device: torch.device) -> None:
+        """The model was cast or moved: cast the table where it is, and serve the new device."""
+        if device.type != "meta":
+            self.device = device
+        if dtype != self.host.dtype:
+            self.host = self.host.to(dtype)
+        module.weight.data = self.weight_data()
+
+    def adopt(self, module: HostEmbedding) -> None:
+        """Another tensor was put in the table's place: take it home."""
+        weight = module._parameters["weight"]
+        if weight.is_meta:
+            raise RuntimeError(
+                "the offloaded PLE table was replaced by a meta tensor, which has no values. Restore "
+                "the table before dispatching the model with accelerate."
+            )
+        self.host = weight.detach().to("cpu").contiguous()
+        weight.requires_grad_(False)
+        weight.data = self.weight_data()
+
+    def make_writable(self, module: HostEmbedding) -> None:
+        """Called before values are written into the table."""
+
+    def twin(self) -> Home:
+        """An independent home with the same values, for a deep copy of the module."""
+        other = type(self)(self.host.clone(), self.device)
+        other.was_device, other.joins_model = self.was_device, self.joins_model
+        other.was_trainable, other.row_zero_outside = self.was_trainable, self.row_zero_outside
+        return other
+
+
+class CpuHome(Home):
+    """The table stays an ordinary CPU tensor; rows are gathered there and sent up."""
+
+    name = "cpu"
+
+    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
+        super().__init__(host, device)
+        self._moved_before = gather.bytes_moved[host.data_ptr()]
+
+    def lookup(self, module: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
+        return gather.gather_rows(module.weight, self.in_table(ids))
+
+    def bytes_moved(self) -> int:
+        return gather.bytes_moved[self.address] - self._moved_before
+
+
+class MappedHome(Home):
+    """The table stays in host RAM, page-locked in place; the GPU reads single rows over the bus."""
+
+    name = "mapped"
+
+    def _place(self) -> torch.Tensor:
+        if self.device.type != "cuda":  # the model was moved off the GPU: look up where it is now
+            return self.host
+        if is_file_backed(self.host):
+            self.host = self.host.clone()
+        return map_to_device(self.host, self.device)
+
+    def lookup(self, module: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
+        if not torch.compiler.is_compiling():  # a compiled graph must not count: it would recompile
+            self.rows_moved += ids.numel()
+        return F.embedding(self.in_table(ids), module.weight)
+
+    def bytes_moved(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return self.rows_moved * self.host.shape[1] * self.host.element_size()
+
+
+HOMES: dict[str, type[Home]] = {home.name: home for home in (CpuHome, MappedHome)}
+
+
+def attach(module: nn.Embedding, name: str, device: torch.device) -> Home:
+    """Give ``module`` the home ``name``; its rows are used on ``device``.
+
+    Raises:
+        RegistrationError: the memory cannot be page-locked. The module is unchanged, as it is after
+            any other exception.
+    """
+    weight, original = module.weight, module.weight.data
+    on_accelerator = original.device.type != "cpu"
+    host = torch.empty(original.shape, dtype=original.dtype) if on_accelerator else original
+    home = HOMES[name](host.contiguous(), device)
+    home.was_device, home.joins_model = original.device, original.device == device
+    home.was_trainable = weight.requires_grad
+    data = home.weight_data()
+    if on_accelerator:
+        home.host.copy_(original)  # after registering: page-locked memory is copied to faster
+    cls = type(module)
+    try:
+        weight.requires_grad_(False)
+        weight.data = data
+        module.__dict__["_home"] = home
+        module.__class__ = host_class(cls)
+    except BaseException:  # KeyboardInterrupt too: never half-moved
+        module.__class__ = cls
+        module.__dict__.pop("_home", None)
+        weight.data = original
+        weight.requires_grad_(home.was_trainable)
+        raise
+    return home
+
+
+def detach(module: HostEmbedding, device: torch.device) -> None:
+    """Undo :func:`attach`: the weight becomes an ordinary tensor on ``device``."""
+    module._adopt_if_replaced()
+    home = module._home
+    data = home.host.to(device)  # the step that can fail (out of memory) comes first
+    module.__class__ = original_class(module)
+    del module.__dict__["_home"]
+    module.weight.data = data
+    module.weight.requires_grad_(home.was_trainable)
