@@ -1,4 +1,4 @@
-"""Tiny random Gemma 3n / Gemma 4 models for the tests: the real transformers classes, milliseconds to run.
+"""Tiny random Gemma 3n and Gemma 4 models: the real transformers classes, in milliseconds.
 
 Two choices are deliberate:
 
@@ -41,7 +41,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class _TinyVisionConfig(Gemma3nVisionConfig):
-    """Marks the stand-in below; the real Gemma 3n vision tower lives in timm, which we do not need."""
+    """Marks the stand-in below; the real vision tower of Gemma 3n lives in timm."""
 
 
 class _TinyVision(PreTrainedModel):
