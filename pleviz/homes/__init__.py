@@ -5,6 +5,7 @@ home       what a lookup does
 ========== ================================================================================
 ``gpu``    the ordinary path: the table is on the device that computes
 ``mapped`` the table is in host RAM, page-locked in place; the GPU reads single rows of it
+``file``   as ``mapped``, but the memory is the read-only map of the checkpoint file itself
 ``cpu``    ids go to the CPU, rows are gathered into a pinned buffer and copied up
 ``auto``   ``mapped`` where it works, otherwise ``cpu``; says which, and why
 ========== ================================================================================
@@ -16,8 +17,9 @@ import gc
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import torch
@@ -27,8 +29,9 @@ from torch import nn
 from pleviz.format import fmt_bytes
 from pleviz.homes.embedding import HostEmbedding
 from pleviz.homes.guard import add_guards, remove_guards
-from pleviz.homes.home import HOMES, attach, detach
+from pleviz.homes.home import attach, detach
 from pleviz.homes.registration import RegistrationError, registered_bytes, why_not
+from pleviz.homes.shard import TableInShard, checkpoint_dir, find_in_checkpoint, map_read_only
 from pleviz.table import Table, compute_device, find_table
 
 __all__ = [
@@ -42,7 +45,7 @@ __all__ = [
     "restore",
 ]
 
-HOME_NAMES = ("auto", "gpu", *HOMES)
+HOME_NAMES = ("auto", "gpu", "mapped", "file", "cpu")
 _RAM_RESERVE = 2**28  # bytes of RAM to leave free when the table is copied to it
 
 
@@ -105,7 +108,7 @@ class Offload:
             raise OffloadError("this table was restored; call pleviz.offload(model) again")
         return self._model
 
-    def __enter__(self) -> Offload:
+    def __enter__(self) -> Self:
         self._live()
         return self
 
@@ -121,13 +124,22 @@ class Offload:
         return f"Offload(home={self.home!r}, saved {saved}; {self.reason})"
 
 
-def offload(model: nn.Module, home: str = "auto") -> Offload:
+def offload(
+    model: nn.Module,
+    home: str = "auto",
+    *,
+    checkpoint: str | Path | None = None,
+    verify: bool = True,
+) -> Offload:
     """Move the PLE table of ``model`` to ``home``. The model computes the same bits afterwards.
 
     Args:
         model: any model with a PLE table (see :func:`pleviz.find_table`).
-        home: ``"auto"``, ``"gpu"``, ``"mapped"`` or ``"cpu"``. ``"mapped"`` falls back to
-            ``"cpu"``, with a warning, where host memory cannot be page-locked.
+        home: ``"auto"``, ``"gpu"``, ``"mapped"``, ``"file"`` or ``"cpu"``. Where host memory cannot
+            be page-locked, ``"mapped"`` and ``"file"`` gather rows on the CPU, with a warning.
+        checkpoint: for ``"file"``: the folder or Hub name of the safetensors checkpoint; by default
+            the one the model was loaded from.
+        verify: for ``"file"``: compare the file's table with the model's bit by bit first.
 
     Returns:
         A handle with ``.restore()``; use it in a ``with`` block to restore at its end. While it is
@@ -136,7 +148,9 @@ def offload(model: nn.Module, home: str = "auto") -> Offload:
     Raises:
         ValueError: unknown home.
         NoTableError: the model has no PLE table.
-        OffloadError: already offloaded, trained, quantised, on the meta device, or too little RAM.
+        FileNotFoundError: no safetensors checkpoint for ``"file"``.
+        OffloadError: already offloaded, trained, quantised, on the meta device, too little RAM, or
+            the checkpoint's table is not the model's.
     """
     if home not in HOME_NAMES:
         raise ValueError(f"unknown home {home!r}; choose one of {', '.join(HOME_NAMES)}")
@@ -149,24 +163,29 @@ def offload(model: nn.Module, home: str = "auto") -> Offload:
             table.weight.data = table.weight.data.to(device)
         return Offload(model, "gpu", f"the table is on {device}, where the model computes", came_from)
 
-    problem = why_not(device)
-    if home == "cpu":
-        chosen, reason = "cpu", "you asked for it"
-    elif problem is None:
-        chosen = "mapped"
-        reason = "you asked for it" if home == "mapped" else "the GPU can read host memory in place"
-    else:
-        chosen, reason = "cpu", f"not mapped: {problem}"
-    _require_ram(table, chosen)
+    shard = _shard(model, checkpoint) if home == "file" else None
+    problem = None if home == "cpu" else why_not(device, read_only=home == "file")
+    kind = "cpu" if home == "cpu" or problem else "mapped"
+    if shard is None:
+        _require_ram(table, kind)
     with _without_accelerate_hook(table.module, device) as hook:
+        if shard is not None:
+            _refuse_other_table(table, shard, bits=verify)
         try:
-            attached = attach(table.module, chosen, device)
+            attached = attach(table.module, kind, device, shard)
         except RegistrationError as error:
-            chosen, reason, problem = "cpu", f"not mapped: {error}", str(error)
-            attached = attach(table.module, chosen, device)
+            problem = str(error)
+            attached = attach(table.module, "cpu", device, shard)
     attached.accelerate_hook = hook
-    if home == "mapped" and chosen != "mapped":
-        warnings.warn(f"pleviz: home 'cpu' instead of 'mapped': {problem}", stacklevel=2)
+    if problem and (home == "mapped" or (home == "file" and device.type != "cpu")):
+        warnings.warn(f"pleviz: rows of the table are gathered on the CPU: {problem}", stacklevel=2)
+    chosen = attached.name
+    if problem:
+        reason = f"rows are gathered on the CPU: {problem}"
+    elif home == "auto":
+        reason = "the GPU can read host memory in place"
+    else:
+        reason = "you asked for it"
     family_has_rule = table.owner.config.model_type.startswith("gemma3n")
     attached.row_zero_outside = family_has_rule
     add_guards(table.owner, model, None if family_has_rule else table.module)
@@ -231,6 +250,40 @@ def _refuse(table: Table) -> None:
             f"{table.wrapper if deliberate else 'model.train()'}): an offloaded table is read-only. "
             "Freeze it with `pleviz.find_table(model).weight.requires_grad_(False)`, or call "
             "model.eval(), and offload again."
+        )
+
+
+def _shard(model: nn.Module, checkpoint: str | Path | None) -> TableInShard:
+    name = str(checkpoint or getattr(model.config, "name_or_path", ""))
+    folder = checkpoint_dir(name) if name else None
+    if folder is None:
+        raise FileNotFoundError(
+            f"home 'file' needs the safetensors checkpoint on disk, and {name or 'this model'} is not a "
+            "folder or in the Hugging Face cache. Pass checkpoint=<folder>, or use home='mapped'."
+        )
+    return find_in_checkpoint(folder)
+
+
+def _refuse_other_table(table: Table, shard: TableInShard, *, bits: bool) -> None:
+    """Raise unless the file holds the table of the model: its shape, dtype and, if asked, its bits."""
+    weight = table.weight.detach()
+    same = shard.dtype == weight.dtype and shard.shape == tuple(weight.shape)
+    if same and bits:
+        on_disk = map_read_only(shard)
+        integers = {2: torch.int16, 4: torch.int32}[weight.element_size()]  # NaN equals itself
+        step = max(1, 2**28 // table.row_nbytes)  # rows at a time, 256 MiB
+        same = all(
+            torch.equal(
+                on_disk[row : row + step].to(weight.device).view(integers),
+                weight[row : row + step].view(integers),
+            )
+            for row in range(0, table.rows, step)
+        )
+    if not same:
+        raise OffloadError(
+            f"the table in {shard.path.name} ({shard.dtype}, {list(shard.shape)}) is not the model's "
+            f"({weight.dtype}, {list(weight.shape)}), or differs in its values: home 'file' would "
+            "change the model. Use home='mapped', or save the model and load it again."
         )
 
 

@@ -75,10 +75,10 @@ class HostEmbedding(nn.Embedding):
         state = {k: v for k, v in self.__dict__.items() if k != "_home"}
         weight = nn.Parameter(self._home.host, requires_grad=self._home.was_trainable)
         state["_parameters"] = {**self._parameters, "weight": weight}
-        return _unpickle, (original_class(self), state, self._home.name, str(self._home.device))
+        return _unpickle, (original_class(self), state, self._home.kind, str(self._home.device))
 
 
-def _unpickle(cls: type[nn.Embedding], state: dict, home: str, device: str) -> nn.Embedding:
+def _unpickle(cls: type[nn.Embedding], state: dict, kind: str, device: str) -> nn.Embedding:
     from pleviz.homes.home import attach  # not at import: home.py needs this module
 
     module = cls.__new__(cls)
@@ -87,7 +87,7 @@ def _unpickle(cls: type[nn.Embedding], state: dict, home: str, device: str) -> n
     there = torch.device(device)
     if there.type == "cuda" and not torch.cuda.is_available():
         there = torch.device("cpu")
-    attach(module, "cpu" if there.type == "cpu" else home, there)
+    attach(module, "cpu" if there.type == "cpu" else kind, there)
     return module
 
 

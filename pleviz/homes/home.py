@@ -11,19 +11,24 @@ from torch import nn
 from pleviz.homes import gather
 from pleviz.homes.embedding import HostEmbedding, host_class, original_class
 from pleviz.homes.registration import is_file_backed, map_to_device
+from pleviz.homes.shard import TableInShard, map_read_only
 
 
 class Home:
     """What an offloaded embedding module knows about its table.
 
-    ``host`` is the table as a CPU tensor; ``device`` is where the rows are needed.
+    ``host`` is the table as a CPU tensor; ``device`` is where the rows are needed. With a
+    ``shard``, ``host`` is the read-only map of a checkpoint file: home ``file``.
     """
 
-    name: str
+    kind: str
 
-    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
+    def __init__(
+        self, host: torch.Tensor, device: torch.device, shard: TableInShard | None = None
+    ) -> None:
         self.host = host
         self.device = device
+        self.shard = shard
         self.was_device = host.device
         self.joins_model = True  # restored onto the model's device, rather than to was_device
         self.was_trainable = False
@@ -31,6 +36,11 @@ class Home:
         self.row_zero_outside = False  # Gemma 3n: an id without a row reads row 0
         self.rows_moved = 0
         self.address = 0
+
+    @property
+    def name(self) -> str:
+        """The home's public name."""
+        return self.kind if self.shard is None else "file"
 
     def weight_data(self) -> torch.Tensor:
         """The tensor that the module's parameter points at. Remembers its address."""
@@ -60,7 +70,7 @@ class Home:
         if device.type != "meta":
             self.device = device
         if dtype != self.host.dtype:
-            self.host = self.host.to(dtype)
+            self.host, self.shard = self.host.to(dtype), None
         module.weight.data = self.weight_data()
 
     def adopt(self, module: HostEmbedding) -> None:
@@ -71,16 +81,20 @@ class Home:
                 "the offloaded PLE table was replaced by a meta tensor, which has no values. Restore "
                 "the table before dispatching the model with accelerate."
             )
-        self.host = weight.detach().to("cpu").contiguous()
+        self.host, self.shard = weight.detach().to("cpu").contiguous(), None
         weight.requires_grad_(False)
         weight.data = self.weight_data()
 
     def make_writable(self, module: HostEmbedding) -> None:
-        """Called before values are written into the table."""
+        """Called before values are written into the table: leave a read-only file for RAM."""
+        if self.shard is not None:
+            self.host, self.shard = self.host.clone(), None
+            module.weight.data = self.weight_data()
 
     def twin(self) -> Home:
         """An independent home with the same values, for a deep copy of the module."""
-        other = type(self)(self.host.clone(), self.device)
+        host = self.host.clone() if self.shard is None else map_read_only(self.shard)
+        other = type(self)(host, self.device, self.shard)
         other.was_device, other.joins_model = self.was_device, self.joins_model
         other.was_trainable, other.row_zero_outside = self.was_trainable, self.row_zero_outside
         return other
@@ -89,11 +103,12 @@ class Home:
 class CpuHome(Home):
     """The table stays an ordinary CPU tensor; rows are gathered there and sent up."""
 
-    name = "cpu"
+    kind = "cpu"
 
-    def __init__(self, host: torch.Tensor, device: torch.device) -> None:
-        super().__init__(host, device)
-        self._moved_before = gather.bytes_moved[host.data_ptr()]
+    def weight_data(self) -> torch.Tensor:
+        data = super().weight_data()
+        self._moved_before = gather.bytes_moved[self.address]
+        return data
 
     def lookup(self, module: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
         return gather.gather_rows(module.weight, self.in_table(ids))
@@ -105,14 +120,14 @@ class CpuHome(Home):
 class MappedHome(Home):
     """The table stays in host RAM, page-locked in place; the GPU reads single rows over the bus."""
 
-    name = "mapped"
+    kind = "mapped"
 
     def _place(self) -> torch.Tensor:
         if self.device.type != "cuda":  # the model was moved off the GPU: look up where it is now
             return self.host
-        if is_file_backed(self.host):
+        if self.shard is None and is_file_backed(self.host):
             self.host = self.host.clone()
-        return map_to_device(self.host, self.device)
+        return map_to_device(self.host, self.device, read_only=self.shard is not None)
 
     def lookup(self, module: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():  # a compiled graph must not count: it would recompile
@@ -125,11 +140,16 @@ class MappedHome(Home):
         return self.rows_moved * self.host.shape[1] * self.host.element_size()
 
 
-HOMES: dict[str, type[Home]] = {home.name: home for home in (CpuHome, MappedHome)}
+HOMES: dict[str, type[Home]] = {home.kind: home for home in (CpuHome, MappedHome)}
 
 
-def attach(module: nn.Embedding, name: str, device: torch.device) -> Home:
-    """Give ``module`` the home ``name``; its rows are used on ``device``.
+def attach(
+    module: nn.Embedding, kind: str, device: torch.device, shard: TableInShard | None = None
+) -> Home:
+    """Give ``module`` a home of the ``kind`` ``"cpu"`` or ``"mapped"``; its rows are used on ``device``.
+
+    With a ``shard`` the table's own memory is let go and the file's is used; the caller has made
+    sure that both hold the same bits.
 
     Raises:
         RegistrationError: the memory cannot be page-locked. The module is unchanged, as it is after
@@ -137,12 +157,17 @@ def attach(module: nn.Embedding, name: str, device: torch.device) -> Home:
     """
     weight, original = module.weight, module.weight.data
     on_accelerator = original.device.type != "cpu"
-    host = torch.empty(original.shape, dtype=original.dtype) if on_accelerator else original
-    home = HOMES[name](host.contiguous(), device)
+    if shard is not None:
+        host = map_read_only(shard)
+    elif on_accelerator:
+        host = torch.empty(original.shape, dtype=original.dtype)
+    else:
+        host = original.contiguous()
+    home = HOMES[kind](host, device, shard)
     home.was_device, home.joins_model = original.device, original.device == device
     home.was_trainable = weight.requires_grad
     data = home.weight_data()
-    if on_accelerator:
+    if on_accelerator and shard is None:
         home.host.copy_(original)  # after registering: page-locked memory is copied to faster
     cls = type(module)
     try:
@@ -163,7 +188,8 @@ def detach(module: HostEmbedding, device: torch.device) -> None:
     """Undo :func:`attach`: the weight becomes an ordinary tensor on ``device``."""
     module._adopt_if_replaced()
     home = module._home
-    data = home.host.to(device)  # the step that can fail (out of memory) comes first
+    # the step that can fail (out of memory) comes first; a read-only map must not be handed out
+    data = home.host.to(device, copy=home.shard is not None)
     module.__class__ = original_class(module)
     del module.__dict__["_home"]
     module.weight.data = data
