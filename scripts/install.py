@@ -82,8 +82,8 @@ def has_nvidia_gpu() -> bool:
 
 
 def pip(*arguments: str) -> bool:
-    """Run pip quietly; its errors and warnings stay visible. Returns whether it succeeded."""
-    quiet = ["--quiet", "--no-input", "--disable-pip-version-check", "--root-user-action=ignore"]
+    """Run pip quietly; its errors stay visible. Returns whether it succeeded."""
+    quiet = ["-qq", "--no-input", "--disable-pip-version-check", "--root-user-action=ignore"]
     command = [sys.executable, "-m", "pip", "install", *quiet, *arguments]
     return subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 0
 
