@@ -51,6 +51,8 @@ class CpuCounter:
     """What a probe asks of an accelerator. Here there is none: everything is 0."""
 
     name = "cpu"
+    peak_source: str | None = "not on an accelerator"
+    """How the peaks are found; ``None`` where there are no peak counters and samples must do."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -79,12 +81,10 @@ class CpuCounter:
         """Peaks of :meth:`in_use` since they were reset."""
         return 0, 0
 
-    def peak_source(self, interval_s: float, samples: int) -> str:
-        """How the peaks were found, in words."""
-        return "not on an accelerator"
-
 
 class _CudaCounter(CpuCounter):
+    peak_source = "exact: the caching allocator's own peak counters"
+
     def warm_up(self) -> None:
         # the context and cuBLAS' workspace: no reading must mistake them for data
         index = self.device.index
@@ -115,12 +115,10 @@ class _CudaCounter(CpuCounter):
             torch.cuda.max_memory_reserved(self.device),
         )
 
-    def peak_source(self, interval_s: float, samples: int) -> str:
-        return "exact: the caching allocator's own peak counters"
-
 
 class _MpsCounter(CpuCounter):
     name = "mps"
+    peak_source = None
 
     def synchronize(self) -> None:
         torch.mps.synchronize()
@@ -130,9 +128,6 @@ class _MpsCounter(CpuCounter):
 
     def in_use(self) -> tuple[int, int]:
         return torch.mps.current_allocated_memory(), torch.mps.driver_allocated_memory()
-
-    def peak_source(self, interval_s: float, samples: int) -> str:
-        return sampled_note(interval_s, samples)
 
 
 COUNTERS = {"cuda": _CudaCounter, "mps": _MpsCounter, "cpu": CpuCounter}

@@ -178,7 +178,7 @@ class MemoryProbe:
             peak_allocated=max(self._peaks[0], *(sample.allocated for sample in samples)),
             peak_reserved=max(self._peaks[1], *(sample.reserved for sample in samples)),
             peak_rss=rss_peak,
-            peak_source=self._counter.peak_source(self.interval_s, len(samples)),
+            peak_source=self._counter.peak_source or sampled_note(self.interval_s, len(samples)),
             peak_rss_source=rss_source,
             seconds=samples[-1].seconds,
             timeline=tuple(samples),
@@ -189,7 +189,8 @@ class MemoryProbe:
     def _rss_peak(self, samples: list[Sample], end: Reading) -> tuple[int, str]:
         """Exact where the process' own high-water mark rose in the block, else from the samples."""
         now = high_water_rss()
-        if now is not None and self._high_water is not None and now > self._high_water:
-            return now, "exact: the process' high-water mark (ru_maxrss) rose in this block"
         sampled = max(self._before.rss, end.rss, *(sample.rss for sample in samples))
+        if now is not None and self._high_water is not None and now > self._high_water:
+            note = "exact: the process' high-water mark (ru_maxrss) rose in this block"
+            return max(now, sampled), note  # the kernel updates the mark a little late
         return sampled, sampled_note(self.interval_s, len(samples))

@@ -131,22 +131,27 @@ class MemoryReport:
         derived = ("resident", "growth", "peak", "cached", "context")
         return plain | {name: getattr(self, name) for name in derived}
 
-    def _rows(self) -> list[tuple[str, str, str, str, str, str]]:
-        """Quantity, before, peak, end, after, what it counts."""
+    def _table(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Header and rows; the last column says what the number counts."""
         peaks = {
             "allocated": self.peak_allocated,
             "reserved": self.peak_reserved,
             "rss": self.peak_rss,
         }
-        quantities = _PROCESS if self.source == "cpu" else _ACCELERATOR + _PROCESS
+        header = ["", "before", "peak", "end", "what it counts"]
+        quantities = _PROCESS
+        if self.source != "cpu":
+            header.insert(4, "cache emptied")
+            quantities = _ACCELERATOR + _PROCESS
         rows = []
         for name, counts in quantities:
-            before, end, after = (getattr(r, name) for r in (self.before, self.end, self.after))
-            if after is None:
+            if getattr(self.after, name) is None:
                 continue
-            cells = [before, peaks.get(name), end, after]
+            cells = [getattr(self.before, name), peaks.get(name), getattr(self.end, name)]
+            if self.source != "cpu":
+                cells.append(getattr(self.after, name))
             rows.append((name, *("" if n is None else fmt_bytes(n) for n in cells), counts))
-        return rows
+        return tuple(header), rows
 
     def _remarks(self) -> list[str]:
         """The readings that are commonly mistaken for one another, spelled out."""
@@ -157,14 +162,12 @@ class MemoryReport:
                 f"{fmt_bytes(self.cached)} of the reserved memory was cache at the end: free for "
                 f"torch, not for other programs. empty_cache() gave {fmt_bytes(freed)} back."
             )
+            remarks.append(f"peak of allocated and reserved: {self.peak_source}")
         if self.context is not None:
             remarks.append(
                 f"{fmt_bytes(self.context)} of the device is outside torch's allocator: CUDA "
                 "contexts, libraries, other programs. Nothing in Python gives a context back."
             )
-            remarks.append(f"peak of allocated and reserved: {self.peak_source}")
-        elif self.source == "mps":
-            remarks.append(f"peak of allocated and reserved: {self.peak_source}")
         remarks.append(f"peak of rss: {self.peak_rss_source}")
         return remarks
 
@@ -172,8 +175,8 @@ class MemoryReport:
         return f"memory of {self.device} over {self.seconds:.1f} s ({self.reason})"
 
     def __str__(self) -> str:
-        rows = self._rows()
-        parts = [self._title(), text_table(_HEADER[:-1], [row[:-1] for row in rows])]
+        header, rows = self._table()
+        parts = [self._title(), text_table(header[:-1], [row[:-1] for row in rows])]
         width = max(len(row[0]) for row in rows)
         parts += ["what is counted:", *(f"  {row[0]:{width}}  {row[-1]}" for row in rows)]
         parts += [f"* {remark}" for remark in self._remarks()]
@@ -184,9 +187,4 @@ class MemoryReport:
     def _repr_html_(self) -> str:
         remarks = "".join(f"<li>{html.escape(remark)}</li>" for remark in self._remarks())
         model = self.ledger._repr_html_() if self.ledger is not None else ""
-        return (
-            html_table(_HEADER, self._rows(), caption=self._title()) + f"<ul>{remarks}</ul>{model}"
-        )
-
-
-_HEADER = ("", "before", "peak", "end", "cache emptied", "what it counts")
+        return html_table(*self._table(), caption=self._title()) + f"<ul>{remarks}</ul>{model}"
