@@ -238,6 +238,7 @@ def _refuse(table: Table) -> None:
         raise OffloadError(
             f"{table.name} is on the meta device: its values were never loaded."
         )
+    drop_own_forward(module)
     if "forward" in module.__dict__ and not hooked:
         raise OffloadError(
             f"the forward of {table.name} was replaced on the instance (a hand-made offload?). "
@@ -287,6 +288,13 @@ def _refuse_other_table(table: Table, shard: TableInShard, *, bits: bool) -> Non
         )
 
 
+def drop_own_forward(module: nn.Module) -> None:
+    """Undo what accelerate leaves when its hook is removed: the class's own forward on the instance."""
+    forward = module.__dict__.get("forward")
+    if getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module:
+        del module.forward
+
+
 @contextmanager
 def _without_accelerate_hook(module: nn.Module, device: torch.device) -> Iterator[Any]:
     """Take accelerate's hook off ``module``; put it back if the block raises.
@@ -299,6 +307,7 @@ def _without_accelerate_hook(module: nn.Module, device: torch.device) -> Iterato
         yield None
         return
     remove_hook_from_module(module)
+    drop_own_forward(module)
     buffers = dict(module._buffers)
     for name, buffer in buffers.items():  # the scale: the hook kept it where the model computes
         module._buffers[name] = buffer.to(device)

@@ -10,7 +10,7 @@ from torch import nn
 
 from pleviz.homes import gather
 from pleviz.homes.embedding import HostEmbedding, host_class, original_class
-from pleviz.homes.registration import is_file_backed, map_to_device
+from pleviz.homes.registration import empty_pages, is_file_backed, map_to_device
 from pleviz.homes.shard import TableInShard, map_read_only
 
 
@@ -88,12 +88,12 @@ class Home:
     def make_writable(self, module: HostEmbedding) -> None:
         """Called before values are written into the table: leave a read-only file for RAM."""
         if self.shard is not None:
-            self.host, self.shard = self.host.clone(), None
+            self.host, self.shard = _own_copy(self.host), None
             module.weight.data = self.weight_data()
 
     def twin(self) -> Home:
         """An independent home with the same values, for a deep copy of the module."""
-        host = self.host.clone() if self.shard is None else map_read_only(self.shard)
+        host = _own_copy(self.host) if self.shard is None else map_read_only(self.shard)
         other = type(self)(host, self.device, self.shard)
         other.was_device, other.joins_model = self.was_device, self.joins_model
         other.was_trainable, other.row_zero_outside = self.was_trainable, self.row_zero_outside
@@ -126,7 +126,7 @@ class MappedHome(Home):
         if self.device.type != "cuda":  # the model was moved off the GPU: look up where it is now
             return self.host
         if self.shard is None and is_file_backed(self.host):
-            self.host = self.host.clone()
+            self.host = _own_copy(self.host)
         return map_to_device(self.host, self.device, read_only=self.shard is not None)
 
     def lookup(self, module: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
@@ -138,6 +138,10 @@ class MappedHome(Home):
         if self.device.type != "cuda":
             return 0
         return self.rows_moved * self.host.shape[1] * self.host.element_size()
+
+
+def _own_copy(host: torch.Tensor) -> torch.Tensor:
+    return empty_pages(host.shape, host.dtype).copy_(host)
 
 
 HOMES: dict[str, type[Home]] = {home.kind: home for home in (CpuHome, MappedHome)}
@@ -160,7 +164,7 @@ def attach(
     if shard is not None:
         host = map_read_only(shard)
     elif on_accelerator:
-        host = torch.empty(original.shape, dtype=original.dtype)
+        host = empty_pages(original.shape, original.dtype)
     else:
         host = original.contiguous()
     home = HOMES[kind](host, device, shard)

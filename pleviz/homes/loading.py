@@ -10,7 +10,7 @@ import torch
 from accelerate.hooks import remove_hook_from_module
 from torch import nn
 
-from pleviz.homes import offload
+from pleviz.homes import drop_own_forward, offload
 from pleviz.homes.embedding import HostEmbedding
 from pleviz.homes.shard import checkpoint_dir, find_in_checkpoint
 from pleviz.specs import spec_of
@@ -172,6 +172,7 @@ def _take_off_hooks(model: nn.Module, device: torch.device) -> None:
     remove_hook_from_module(model, recurse=True)
     table = find_table(model).module
     for module in model.modules():
+        drop_own_forward(module)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)

@@ -10,8 +10,11 @@ Reference: CUDA Runtime API, "Memory Management", ``cudaHostRegister``.
 from __future__ import annotations
 
 import ctypes
+import math
+import mmap
 import os
 import sys
+import warnings
 import weakref
 
 import torch
@@ -113,9 +116,14 @@ def _unregister(address: int, host: torch.Tensor, pid: int) -> None:
     del host
     if os.getpid() != pid:  # a forked child has the parent's bookkeeping but not its CUDA context
         return
-    if _LIVE.pop(address, None) is not None:
-        torch.cuda.synchronize()  # a kernel may still be reading
-        torch.cuda.cudart().cudaHostUnregister(address)
+    if _LIVE.pop(address, None) is None:
+        return
+    torch.cuda.synchronize()  # a kernel may still be reading
+    code = int(torch.cuda.cudart().cudaHostUnregister(address))
+    if code:
+        reason = torch.cuda.cudart().cudaGetErrorString(code)
+        _clear_cuda_error(torch.device("cuda"))
+        warnings.warn(f"pleviz: cudaHostUnregister failed with error {code} ({reason})", stacklevel=2)
 
 
 def _clear_cuda_error(device: torch.device) -> None:
@@ -136,6 +144,18 @@ def map_to_device(host: torch.Tensor, device: torch.device, *, read_only: bool =
     view = HostView(host, device, read_only=read_only)
     with torch.cuda.device(device):
         return torch.as_tensor(view, device=device).view(host.dtype)
+
+
+def empty_pages(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised CPU tensor on memory pages of its own.
+
+    Registering works on whole pages, so two tensors that share one would disturb each other.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    page = mmap.PAGESIZE
+    raw = torch.empty((-(-nbytes // page) + 1) * page, dtype=torch.uint8)
+    start = -raw.data_ptr() % page
+    return raw[start : start + nbytes].view(dtype).view(shape)
 
 
 def is_file_backed(tensor: torch.Tensor) -> bool:
