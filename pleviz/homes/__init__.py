@@ -308,6 +308,9 @@ def _without_accelerate_hook(module: nn.Module, device: torch.device) -> Iterato
         return
     remove_hook_from_module(module)
     drop_own_forward(module)
+    if module.weight.is_meta:  # it was on disk, or released: the hook has the values
+        values = hook.weights_map["weight"]
+        module.weight = nn.Parameter(values, requires_grad=module.weight.requires_grad)
     buffers = dict(module._buffers)
     for name, buffer in buffers.items():  # the scale: the hook kept it where the model computes
         module._buffers[name] = buffer.to(device)

@@ -101,7 +101,7 @@ def device_map(
                 place(child, f"{path}.")
             else:
                 places[path] = device
-        for tensor_name, _ in [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]:
+        for tensor_name, _ in module.named_parameters(recurse=False):
             places[f"{prefix}{tensor_name}"] = device
 
     place(skeleton, "")
@@ -199,9 +199,13 @@ def _settle(model: nn.Module, home: str, name: str, dtype: torch.dtype) -> None:
 def _processor(name: str, *, multimodal: bool) -> Any:
     from transformers import AutoProcessor, AutoTokenizer
 
+    # for a folder without tokenizer files transformers makes up an empty tokenizer
+    folder = Path(name)
+    found = not folder.is_dir() or any(folder.glob("tokenizer*")) or any(folder.glob("*.model"))
     for auto in (AutoProcessor, AutoTokenizer) if multimodal else (AutoTokenizer,):
         try:
-            return auto.from_pretrained(name)
+            if found:
+                return auto.from_pretrained(name)
         except (OSError, ValueError, ImportError, KeyError):
             continue
     warnings.warn(f"{name} has no tokenizer that could be loaded; returning None for it", stacklevel=3)
