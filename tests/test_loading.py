@@ -67,12 +67,19 @@ def test_multimodal_checkpoint_with_and_without_towers(towers, tmp_path):
     assert torch.equal(logits(model), logits(original))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("quantization", ["nf4", "int8"])
-@pytest.mark.parametrize("device", DEVICES)
+# not nf4 on the CPU for Gemma 3n: bitsandbytes' kernel asserts on the 4 outputs of AltUp's routers
+QUANTISED = [
+    ("gemma4", "nf4", "cpu"),
+    ("gemma4", "int8", "cpu"),
+    ("gemma3n", "int8", "cpu"),
+    *(pytest.param(k, q, "cuda", marks=pytest.mark.gpu) for k in KINDS for q in ("nf4", "int8")),
+]
+
+
+@pytest.mark.parametrize(("kind", "quantization", "device"), QUANTISED)
 def test_b22_quantised_weights_beside_an_untouched_table(kind, quantization, device, tmp_path):
     pytest.importorskip("bitsandbytes")
-    # bitsandbytes' CPU kernels take only input widths that are multiples of 64
+    # they also take only input widths that are multiples of 64
     widths = {"hidden_size": 64, "head_dim": 16, "hidden_size_per_layer_input": 64}
     widths |= {"global_head_dim": 16} if kind == "gemma4" else {"laurel_rank": 64}
     original = tiny_model(kind, **widths)
