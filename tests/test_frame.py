@@ -306,7 +306,7 @@ def test_every_notebook_has_its_script_and_the_reverse() -> None:
 
 @each_notebook
 def test_pair_is_in_sync(path: Path) -> None:
-    notebook, script = read(path), jupytext.read(path.with_suffix(".py"))
+    notebook, script = read(path), jupytext.read(path.with_suffix(".py"), fmt="py:percent")
     assert content(notebook) == content(script)
     # and the other way: the script that jupytext would write is the one that is there
     config = jupytext.config.load_jupytext_config(str(path))
