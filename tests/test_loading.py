@@ -13,7 +13,7 @@ from transformers import Gemma4ForCausalLM
 
 import pleviz
 from pleviz.homes.loading import device_map, load
-from pleviz.homes.shard import find_in_checkpoint, map_read_only
+from pleviz.homes.shard import find_in_checkpoint, map_table
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer", "ignore:pleviz. rows of the table")
 
@@ -174,14 +174,14 @@ class TestShard:
         save_file(other | {f"{prefix}embed_tokens_per_layer.weight": table}, tmp_path / "model.safetensors")
         found = find_in_checkpoint(tmp_path)
         assert (found.dtype, found.shape, found.nbytes) == (dtype, (16, 8), table.nbytes)
-        assert torch.equal(map_read_only(found), table)
+        assert torch.equal(map_table(found), table)
 
     def test_a_sharded_checkpoint(self, tmp_path):
         model = tiny_model("gemma4")
         model.save_pretrained(tmp_path, max_shard_size="40KB")
         assert (tmp_path / "model.safetensors.index.json").exists()
         found = find_in_checkpoint(tmp_path)
-        assert torch.equal(map_read_only(found), pleviz.find_table(model).weight)
+        assert torch.equal(map_table(found), pleviz.find_table(model).weight)
 
     def test_no_table_no_file_and_damaged_files(self, tmp_path):
         with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
@@ -202,10 +202,34 @@ class TestShard:
         with pytest.raises(ValueError, match="stored as I8"):
             find_in_checkpoint(tmp_path)
 
-    def test_a_misaligned_table_is_refused(self, tmp_path):
-        header = {"embed_tokens_per_layer.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [1, 17]}}
-        raw = json.dumps(header).encode()
-        raw += b" " * (-len(raw) % 8)
-        (tmp_path / "model.safetensors").write_bytes(len(raw).to_bytes(8, "little") + raw + bytes(17))
-        with pytest.raises(ValueError, match="not a multiple of its 4-byte elements"):
-            map_read_only(find_in_checkpoint(tmp_path))
+    @pytest.mark.parametrize("device", DEVICES)
+    def test_a_table_at_an_odd_byte_is_gathered_on_the_cpu(self, saved, device):
+        original, path = saved
+        file = path / "model.safetensors"
+        raw = file.read_bytes()
+        length = 8 + int.from_bytes(raw[:8], "little")
+        header = json.loads(raw[8:length].rstrip())
+        # one byte of padding in front of the data shifts every tensor to an odd address
+        for entry in header.values():
+            if "data_offsets" in entry:
+                entry["data_offsets"] = [x + 1 for x in entry["data_offsets"]]
+        header["pad"] = {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        file.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" + raw[length:])
+        assert not find_in_checkpoint(path).aligned
+        model = original.to(device)
+        expected = logits(model)
+        with pleviz.offload(model, "file", checkpoint=path) as handle:
+            assert handle.home == "file"
+            assert ("odd byte" in handle.reason) == (device == "cuda")
+            assert torch.equal(logits(model), expected)
+
+    def test_a_write_on_the_cpu_stays_in_the_process(self, saved):
+        model, path = saved
+        before = (path / "model.safetensors").read_bytes()
+        pleviz.offload(model, "file", checkpoint=path)
+        with torch.no_grad():
+            pleviz.find_table(model).weight.zero_()
+        assert not pleviz.find_table(model).weight.any()
+        assert (path / "model.safetensors").read_bytes() == before

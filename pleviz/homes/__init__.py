@@ -31,7 +31,7 @@ from pleviz.homes.embedding import HostEmbedding
 from pleviz.homes.guard import add_guards, remove_guards
 from pleviz.homes.home import attach, detach
 from pleviz.homes.registration import RegistrationError, registered_bytes, why_not
-from pleviz.homes.shard import TableInShard, checkpoint_dir, find_in_checkpoint, map_read_only
+from pleviz.homes.shard import TableInShard, checkpoint_dir, find_in_checkpoint, map_table
 from pleviz.table import Table, compute_device, find_table
 
 __all__ = [
@@ -165,6 +165,8 @@ def offload(
 
     shard = _shard(model, checkpoint) if home == "file" else None
     problem = None if home == "cpu" else why_not(device, read_only=home == "file")
+    if shard is not None and not shard.aligned:
+        problem = problem or f"the table starts at the odd byte {shard.offset} of {shard.path.name}"
     kind = "cpu" if home == "cpu" or problem else "mapped"
     if shard is None:
         _require_ram(table, kind)
@@ -270,7 +272,7 @@ def _refuse_other_table(table: Table, shard: TableInShard, *, bits: bool) -> Non
     weight = table.weight.detach()
     same = shard.dtype == weight.dtype and shard.shape == tuple(weight.shape)
     if same and bits:
-        on_disk = map_read_only(shard)
+        on_disk = map_table(shard)
         integers = {2: torch.int16, 4: torch.int32}[weight.element_size()]  # NaN equals itself
         step = max(1, 2**28 // table.row_nbytes)  # rows at a time, 256 MiB
         same = all(

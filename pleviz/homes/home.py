@@ -11,7 +11,7 @@ from torch import nn
 from pleviz.homes import gather
 from pleviz.homes.embedding import HostEmbedding, host_class, original_class
 from pleviz.homes.registration import empty_pages, is_file_backed, map_to_device
-from pleviz.homes.shard import TableInShard, map_read_only
+from pleviz.homes.shard import TableInShard, map_table
 
 
 class Home:
@@ -41,6 +41,11 @@ class Home:
     def name(self) -> str:
         """The home's public name."""
         return self.kind if self.shard is None else "file"
+
+    @staticmethod
+    def map_shard(shard: TableInShard) -> torch.Tensor:
+        """The file's table as this kind of home wants it mapped."""
+        return map_table(shard)
 
     def weight_data(self) -> torch.Tensor:
         """The tensor that the module's parameter points at. Remembers its address."""
@@ -93,7 +98,7 @@ class Home:
 
     def twin(self) -> Home:
         """An independent home with the same values, for a deep copy of the module."""
-        host = _own_copy(self.host) if self.shard is None else map_read_only(self.shard)
+        host = _own_copy(self.host) if self.shard is None else self.map_shard(self.shard)
         other = type(self)(host, self.device, self.shard)
         other.was_device, other.joins_model = self.was_device, self.joins_model
         other.was_trainable, other.row_zero_outside = self.was_trainable, self.row_zero_outside
@@ -104,6 +109,10 @@ class CpuHome(Home):
     """The table stays an ordinary CPU tensor; rows are gathered there and sent up."""
 
     kind = "cpu"
+
+    @staticmethod
+    def map_shard(shard: TableInShard) -> torch.Tensor:
+        return map_table(shard, copy_on_write=True)  # no driver minds, and a stray write cannot crash
 
     def weight_data(self) -> torch.Tensor:
         data = super().weight_data()
@@ -162,7 +171,7 @@ def attach(
     weight, original = module.weight, module.weight.data
     on_accelerator = original.device.type != "cpu"
     if shard is not None:
-        host = map_read_only(shard)
+        host = HOMES[kind].map_shard(shard)
     elif on_accelerator:
         host = empty_pages(original.shape, original.dtype)
     else:

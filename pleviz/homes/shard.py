@@ -1,4 +1,4 @@
-"""Find the PLE table in a safetensors checkpoint and map it read-only, without reading it.
+"""Find the PLE table in a safetensors checkpoint and map it into memory, without reading it.
 
 A safetensors file is an 8-byte little-endian header length, a JSON header with each tensor's
 dtype, shape and byte range, then the raw bytes (https://github.com/huggingface/safetensors).
@@ -31,6 +31,11 @@ class TableInShard:
     dtype: torch.dtype
     shape: tuple[int, int]
     offset: int
+
+    @property
+    def aligned(self) -> bool:
+        """Whether the elements start at multiples of their size, as a GPU needs them."""
+        return self.offset % self.dtype.itemsize == 0
 
     @property
     def nbytes(self) -> int:
@@ -109,19 +114,17 @@ def _checked(path: Path, key: str, entry: dict, start: int) -> TableInShard:
     return found
 
 
-def map_read_only(where: TableInShard) -> torch.Tensor:
-    """The table as a CPU tensor over a shared, read-only map of the file. Nothing is read yet.
+def map_table(where: TableInShard, *, copy_on_write: bool = False) -> torch.Tensor:
+    """The table as a CPU tensor over a map of the file. Nothing is read yet.
 
-    Writing to the tensor would crash the process: it is for lookups only.
+    The map is shared and read-only, as the GPU driver needs it: writing to the tensor would crash
+    the process. With ``copy_on_write`` it is private instead: what is written stays in this
+    process and never reaches the file.
     """
+    access = mmap.ACCESS_COPY if copy_on_write else mmap.ACCESS_READ
     with where.path.open("rb") as file:
-        memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        memory = mmap.mmap(file.fileno(), 0, access=access)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=where.nbytes, offset=where.offset)
-    if flat.data_ptr() % where.dtype.itemsize:
-        raise ValueError(
-            f"{where.key} starts at byte {where.offset} of {where.path.name}, which is not a multiple "
-            f"of its {where.dtype.itemsize}-byte elements: the GPU cannot read it there"
-        )
     return flat.view(where.dtype).view(where.shape)
