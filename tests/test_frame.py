@@ -239,6 +239,39 @@ def test_old_python_is_refused_with_a_message(tmp_path: Path) -> None:
     assert not (tmp_path / "venv").exists()
 
 
+def test_pre_commit_needs_nothing_but_the_dev_extra() -> None:
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    assert {repo["repo"] for repo in config["repos"]} == {"local"}
+    hooks = [hook for repo in config["repos"] for hook in repo["hooks"]]
+    assert {hook["language"] for hook in hooks} == {"system"}
+    brought = requirements().keys() | pre_commit_hooks_scripts()
+    assert {hook["entry"].split()[0] for hook in hooks} <= brought
+
+
+def pre_commit_hooks_scripts() -> set[str]:
+    from importlib.metadata import distribution
+
+    return {entry.name for entry in distribution("pre-commit-hooks").entry_points}
+
+
+@pytest.mark.parametrize("required", ["0", "1"])
+def test_a_required_gpu_test_may_not_be_skipped(tmp_path: Path, required: str) -> None:
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.gpu\ndef test_it():\n    pytest.skip('no such thing here')\n"
+    )
+    config = ["-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *config, "-m", "gpu", "-p", "no:cacheprovider", tmp_path],
+        env=os.environ | {"PLEVIZ_REQUIRE_GPU": required},
+        capture_output=True,
+        text=True,
+    )
+    complaint = "PLEVIZ_REQUIRE_GPU=1, but this GPU test was skipped"
+    assert (done.returncode != 0, complaint in done.stdout) == (required == "1", required == "1")
+    assert ("1 skipped" in done.stdout) == (required == "0"), done.stdout
+
+
 # --- README ----------------------------------------------------------------------------------
 
 
