@@ -209,12 +209,17 @@ def test_commands_in_the_readme_are_make_targets() -> None:
     assert named <= make_targets()
 
 
+def make(*arguments: str) -> subprocess.CompletedProcess[str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    command = ["make", *arguments]  # as from a shell, though `make test` may have started us
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+
+
 def test_make_help_lists_every_target() -> None:
-    done = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = make("help")
     listed = set(re.findall(r"(?m)^  ([a-z-]+) ", done.stdout))
     assert listed == make_targets() - {"check-python"}
-    default = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert default.stdout == done.stdout
+    assert make().stdout == done.stdout
 
 
 def test_ci_runs_make_test() -> None:
@@ -228,12 +233,7 @@ def test_old_python_is_refused_with_a_message(tmp_path: Path) -> None:
     old = tmp_path / "python3.9"
     old.write_text("#!/bin/sh\nexit 1\n")  # answers the version question as an old Python does
     old.chmod(0o755)
-    done = subprocess.run(
-        ["make", "lint", f"PYTHON={old}", f"VENV={tmp_path}/venv"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    done = make("lint", f"PYTHON={old}", f"VENV={tmp_path}/venv")
     assert done.returncode != 0
     assert "needs Python 3.11 or newer" in done.stderr
     assert not (tmp_path / "venv").exists()
