@@ -173,7 +173,8 @@ def attach(
     if shard is not None:
         host = HOMES[kind].map_shard(shard)
     elif on_accelerator:
-        host = empty_pages(original.shape, original.dtype)
+        # touched here, by all cores: the driver would fault the pages in one by one
+        host = empty_pages(original.shape, original.dtype).zero_()
     else:
         host = original.contiguous()
     home = HOMES[kind](host, device, shard)
