@@ -13,9 +13,8 @@ from typing import Any
 
 from pleviz.components import COMPONENTS
 from pleviz.format import fmt_bytes, html_table, text_table
-from pleviz.precision import PRECISIONS, plain_itemsize, quantised_names, tensor_bytes
-from pleviz.specs import SLIDING, Spec
-from pleviz.specs import spec as find_spec
+from pleviz.precision import PRECISIONS, plain_itemsize, tensor_bytes
+from pleviz.specs import SLIDING, Spec, find_spec
 
 HOMES = ("gpu", "cpu", "mapped", "file", "device_map")
 """Where the table can live. ``device_map`` is accelerate's hook: on the host, copied whole to the
@@ -133,15 +132,10 @@ def budget(
         if value not in valid:
             raise ValueError(f"there is no {what} {value!r}. Valid: {', '.join(valid)}.")
     parameters = spec.tensors(towers)
-    quantised = quantised_names(parameters, precision)
     components = dict.fromkeys((*COMPONENTS, "kv_cache"), 0)
     for tensor in parameters:
-        components[tensor.component] += tensor_bytes(
-            tensor, precision, quantised=tensor.name in quantised, double_quant=double_quant
-        )
-    components["buffers"] = sum(
-        tensor_bytes(tensor, precision, quantised=False) for tensor in spec.buffers(towers)
-    )
+        components[tensor.component] += tensor_bytes(tensor, precision, double_quant=double_quant)
+    components["buffers"] = sum(tensor_bytes(tensor, precision) for tensor in spec.buffers(towers))
     itemsize = plain_itemsize(precision)
     components["kv_cache"] = kv_cache_bytes(spec, context, batch, itemsize)
     host = {}

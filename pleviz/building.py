@@ -28,10 +28,7 @@ def build(
     seed: int = 0,
 ) -> PreTrainedModel:
     """See :func:`pleviz.specs.build`."""
-    config = spec.config(scale, towers=towers)
-    model_class = _model_class(spec, towers)
-    with torch.device("meta"):  # modules only; from_pretrained starts in the same way
-        model = model_class._from_config(config, dtype=dtype or torch.bfloat16)
+    model = empty_model(spec, scale=scale, towers=towers, dtype=dtype or torch.bfloat16)
     _materialise(model, torch.device(device))
     random = _random_parameters(model)
     for parameter in random.values():
@@ -41,11 +38,20 @@ def build(
     model.initialize_weights()
     for name, parameter in random.items():
         del parameter._is_hf_initialized
-        fill_normal_(parameter.data, stream=_stream(name, seed), std=config.initializer_range)
+        fill_normal_(parameter.data, stream=_stream(name, seed), std=spec.initializer_range)
     for name, parameter in model.named_parameters():
         if name.endswith("altup.correct_output_scale"):
             parameter.data.fill_(1.0)  # the library's 0 makes a new Gemma 3n ignore its table
     return model.eval()
+
+
+def empty_model(
+    spec: Spec, *, scale: Scale = "real", towers: bool = False, dtype: torch.dtype
+) -> PreTrainedModel:
+    """The model on the meta device: every module and shape, no memory."""
+    config = spec.config(scale, towers=towers)
+    with torch.device("meta"):  # as from_pretrained begins
+        return _model_class(spec, towers)._from_config(config, dtype=dtype)
 
 
 def _model_class(spec: Spec, towers: bool) -> type[PreTrainedModel]:
@@ -64,7 +70,8 @@ def _model_class(spec: Spec, towers: bool) -> type[PreTrainedModel]:
 def _materialise(model: nn.Module, device: torch.device) -> None:
     """Give every meta tensor memory on ``device``. Tied tensors stay one tensor.
 
-    (``module.to_empty`` would untie them and allocate the tied one twice.)
+    (``module.to_empty`` would untie them and allocate the tied one twice.) Vectors begin as zeros
+    if they are biases or buffers and as ones otherwise; matrices are left for the caller to fill.
     """
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -73,11 +80,17 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
                 if tensor is None or tensor.device.type != "meta":
                     continue
                 if id(tensor) not in made:
-                    empty = torch.empty_like(tensor, device=device)
-                    if isinstance(tensor, nn.Parameter):
-                        empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
-                    made[id(tensor)] = empty
+                    made[id(tensor)] = _empty_like(name, tensor, device)
                 tensors[name] = made[id(tensor)]
+
+
+def _empty_like(name: str, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    if not isinstance(tensor, nn.Parameter):
+        return empty.zero_()
+    if empty.dim() < 2:
+        empty.fill_(0.0 if name == "bias" else 1.0)
+    return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
 def _random_parameters(model: nn.Module) -> dict[str, nn.Parameter]:

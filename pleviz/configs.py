@@ -205,9 +205,82 @@ def transformers_config(spec: Spec, scale: Scale, *, towers: bool = False) -> Pr
     if scale == "tiny":
         spec = shrink(spec)
     text = _gemma3n_config(spec) if spec.family == "gemma3n" else _gemma4_config(spec)
-    if towers:
-        raise NotImplementedError("vision and audio towers")
-    return text
+    if not towers:
+        return text
+    add_towers = _gemma3n_towers if spec.family == "gemma3n" else _gemma4_towers
+    return add_towers(text, tiny=scale == "tiny")
+
+
+def _gemma4_towers(text: Any, *, tiny: bool) -> PreTrainedConfig:
+    """The class defaults are the published towers of both E2B and E4B."""
+    from transformers.models.gemma4 import Gemma4AudioConfig, Gemma4Config, Gemma4VisionConfig
+
+    if not tiny:
+        return Gemma4Config(
+            text_config=text, vision_config=Gemma4VisionConfig(), audio_config=Gemma4AudioConfig()
+        )
+    vision = Gemma4VisionConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=8,
+        patch_size=4,
+        position_embedding_size=16,
+    )
+    audio = Gemma4AudioConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        subsampling_conv_channels=[4, 4],
+        output_proj_dims=16,
+    )
+    first = text.vocab_size - 8  # the special ids are the last of the vocabulary
+    names = ("boi", "eoi", "image", "video", "boa", "audio")
+    ids = {f"{name}_token_id": first + i for i, name in enumerate(names)}
+    return Gemma4Config(
+        text_config=text,
+        vision_config=vision,
+        audio_config=audio,
+        eoa_token_index=first + len(names),
+        **ids,
+    )
+
+
+def _gemma3n_towers(text: Any, *, tiny: bool) -> PreTrainedConfig:
+    """Gemma 3n numbers its soft image and audio tokens after the rows of the PLE table."""
+    from transformers.models.gemma3n import Gemma3nAudioConfig, Gemma3nConfig, Gemma3nVisionConfig
+
+    if not tiny:
+        return Gemma3nConfig(
+            text_config=text, vision_config=Gemma3nVisionConfig(), audio_config=Gemma3nAudioConfig()
+        )
+    rows = text.vocab_size_per_layer_input
+    soft = (text.vocab_size - rows) // 2
+    vision = Gemma3nVisionConfig(
+        architecture="test_efficientnet_gn", hidden_size=256, vocab_size=soft, vocab_offset=rows
+    )
+    audio = Gemma3nAudioConfig(
+        hidden_size=16,
+        conf_num_attention_heads=2,
+        conf_num_hidden_layers=1,
+        sscp_conv_channel_size=[4, 4],
+        vocab_size=soft,
+        vocab_offset=rows + soft,
+    )
+    return Gemma3nConfig(
+        text_config=text,
+        vision_config=vision,
+        audio_config=audio,
+        vision_soft_tokens_per_image=4,  # a 64 × 64 image
+        boi_token_id=rows - 2,
+        boa_token_id=rows - 1,
+        eoi_token_id=rows,
+        image_token_id=rows + 1,
+        eoa_token_id=rows + soft,
+        audio_token_id=rows + soft + 1,
+    )
 
 
 def _shared_fields(spec: Spec) -> dict[str, Any]:

@@ -1,15 +1,11 @@
 """Bytes of one tensor in each precision, as transformers and bitsandbytes store it. No torch.
 
 ``nf4`` and ``int8`` are ``BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")`` and
-``load_in_8bit=True``: only ``nn.Linear`` weights are quantised, everything else, the PLE table
-included, stays at 16 bits. Of the ``nn.Linear`` weights, transformers skips the tied output head,
-and whatever module holds the model's *last* parameter (``get_keys_to_not_convert``), which in
-Gemma 3n is one AltUp projection.
+``load_in_8bit=True``. Both quantise the ``nn.Linear`` weights of the towers and of every layer, and
+nothing else: the PLE table, the token embedding and the output head tied to it stay at 16 bits.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable, Sequence
 
 from pleviz.tensors import TensorShape
 
@@ -26,13 +22,11 @@ def plain_itemsize(precision: str) -> int:
     return 4 if precision == "fp32" else 2
 
 
-def tensor_bytes(
-    tensor: TensorShape, precision: str, *, quantised: bool, double_quant: bool = True
-) -> int:
-    """Bytes of ``tensor``; ``quantised`` says whether bitsandbytes converts it."""
-    if tensor.float32:
-        return 4 * tensor.numel
-    if not quantised:
+def tensor_bytes(tensor: TensorShape, precision: str, *, double_quant: bool = True) -> int:
+    """Bytes of ``tensor`` and of what is needed to read it back."""
+    if tensor.itemsize is not None:
+        return tensor.itemsize * tensor.numel
+    if not is_quantised(tensor, precision):
         return plain_itemsize(precision) * tensor.numel
     if precision == "int8":
         return tensor.numel + 4 * tensor.shape[0]  # one byte each, and a float32 scale per row
@@ -59,29 +53,14 @@ def nf4_bytes(numel: int, *, double_quant: bool = True) -> int:
     return packed + code + blocks + nested
 
 
-def quantised_names(parameters: Sequence[TensorShape], precision: str) -> frozenset[str]:
-    """Names of the parameters that bitsandbytes converts.
+def is_quantised(parameter: TensorShape, precision: str) -> bool:
+    """Whether bitsandbytes converts this parameter, as transformers calls it.
 
-    Args:
-        parameters: all of them, in the order of ``named_parameters()``.
-        precision: nothing is converted unless it is ``"nf4"`` or ``"int8"``.
+    transformers spares tied weights, the output head and the module of the last parameter
+    (``get_keys_to_not_convert``). When it asks, nothing is tied yet, so in these models all three
+    are ``lm_head`` and the token embedding.
     """
-    if precision not in ("nf4", "int8"):
-        return frozenset()
-    skipped = {"lm_head", parameters[-1].name.removesuffix(".weight")}
-    return frozenset(_names(parameters, skipped))
-
-
-def _names(parameters: Iterable[TensorShape], skipped: set[str]) -> Iterable[str]:
-    for tensor in parameters:
-        module = tensor.name.removesuffix(".weight")
-        # transformers matches a skipped name as a prefix at a dot, and as a plain suffix
-        inside = any(
-            module == name or module.startswith(f"{name}.") or module.endswith(name)
-            for name in skipped
-        )
-        if tensor.linear and not inside:
-            yield tensor.name
+    return precision in ("nf4", "int8") and parameter.linear and parameter.name != "lm_head.weight"
 
 
 def _ceil_div(a: int, b: int) -> int:

@@ -100,16 +100,32 @@ class Spec:
         return self.vocab_size_per_layer_input, width
 
     def tensors(self, towers: bool = False) -> tuple[tensors.TensorShape, ...]:
-        """Every parameter tensor, in the order of the model's ``named_parameters()``."""
-        if towers:
-            raise NotImplementedError("vision and audio towers")
-        return (*tensors.text_parameters(self), *tensors.head(self))
+        """Every parameter tensor, in the order of the model's ``named_parameters()``.
+
+        With ``towers`` the text model's names begin with ``model.language_model.``, and the towers'
+        tensors follow it (in the model they lie on both sides of it).
+        """
+        if not towers:
+            return (*tensors.text_parameters(self), *tensors.head(self))
+        text = tensors.text_parameters(self, "model.language_model.")
+        return (*text, *self._towers("parameters"), *tensors.head(self))
 
     def buffers(self, towers: bool = False) -> tuple[tensors.TensorShape, ...]:
         """Every buffer: scales and rotary frequencies. A few kilobytes."""
-        if towers:
-            raise NotImplementedError("vision and audio towers")
-        return tuple(tensors.text_buffers(self))
+        if not towers:
+            return tuple(tensors.text_buffers(self))
+        text = tensors.text_buffers(self, "model.language_model.")
+        return (*text, *self._towers("buffers"))
+
+    def _towers(self, kind: str) -> tuple[tensors.TensorShape, ...]:
+        from pleviz import towers
+
+        if self.name not in SPECS:
+            raise ValueError(
+                f"the vision and audio towers of '{self.name}' are not part of its spec; "
+                f"towers=True is for the published models: {', '.join(SPECS)}."
+            )
+        return tuple(towers.tower_tensors(self, kind))
 
     def parameters(self, towers: bool = False) -> int:
         """Number of parameters, a tied head counted once."""
@@ -195,7 +211,7 @@ SPECS: Mapping[str, Spec] = MappingProxyType(
 """The four published PLE models. Text shapes; ``towers=True`` adds vision and audio."""
 
 
-def spec(name_or_spec: str | Spec) -> Spec:
+def find_spec(name_or_spec: str | Spec) -> Spec:
     """The spec with this name, or the spec itself.
 
     Raises:
@@ -248,14 +264,5 @@ def build(
     from pleviz import building
 
     return building.build(
-        spec(name_or_spec), scale=scale, towers=towers, device=device, dtype=dtype, seed=seed
+        find_spec(name_or_spec), scale=scale, towers=towers, device=device, dtype=dtype, seed=seed
     )
-
-
-def replace(base: Spec, **changes: Any) -> Spec:
-    """A copy of ``base`` with some fields changed, for what-if questions.
-
-    >>> replace(SPECS["gemma-4-E4B"], hidden_size_per_layer_input=128).table_shape
-    (262144, 5376)
-    """
-    return dataclasses.replace(base, **changes)

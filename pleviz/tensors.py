@@ -1,8 +1,7 @@
 """Every tensor of a PLE model, enumerated from its shape alone. No torch, no transformers.
 
 The lists follow the modules of ``transformers`` (``Gemma3nForCausalLM``, ``Gemma4ForCausalLM``):
-the same names as the state dict, in the order of ``named_parameters()``. The order matters in one
-place: bitsandbytes leaves the module of the *last* parameter unquantised.
+the same names as the state dict, in the order of ``named_parameters()``.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class TensorShape:
     shape: tuple[int, ...]
     linear: bool = False
     """Whether it is the weight of an ``nn.Linear``: the only tensors that bitsandbytes quantises."""
-    float32: bool = False
-    """Whether it is float32 whatever the model's dtype (the rotary frequencies)."""
+    itemsize: int | None = None
+    """Bytes per element, where they do not follow the model's dtype (rotary frequencies: 4)."""
 
     @property
     def numel(self) -> int:
@@ -81,7 +80,7 @@ def text_buffers(spec: Spec, prefix: str = "model.") -> Iterator[TensorShape]:
     for kind in sorted(set(spec.layer_types)):
         shape = (spec.head_dims[spec.layer_types.index(kind)] // 2,)
         for name in (f"{kind}_inv_freq", f"{kind}_original_inv_freq"):
-            yield TensorShape(f"{prefix}rotary_emb.{name}", shape, float32=True)
+            yield TensorShape(f"{prefix}rotary_emb.{name}", shape, itemsize=4)
     if spec.family == "gemma3n":
         for name in ("per_layer_projection_scale", "per_layer_input_scale"):
             yield TensorShape(f"{prefix}{name}", ())
