@@ -14,11 +14,17 @@ NBVAL    := --nbval --nbval-current-env --nbval-sanitize-with tests/nbval_saniti
             --nbval-cell-timeout=120
 
 .DEFAULT_GOAL := help
-.PHONY: help run test lab notebooks lint clean check-python
+# transformers versions besides the newest: the oldest supported, and one between
+VERSIONS ?= 5.8.1 5.17.0
+CORE     := tests/test_table.py tests/test_specs.py tests/test_arithmetic.py tests/test_parity.py \
+            $(wildcard tests/test_homes*.py) tests/test_loading.py
+TOOLS    := pytest pytest-xdist pytest-timeout hypothesis peft
+
+.PHONY: help run test test-versions lab notebooks lint clean check-python
 
 help: ## list the targets
 	@echo "Usage: make TARGET [PYTHON=python3.12] [VENV=.venv] [ARGS='more pytest arguments']"
-	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 14
+	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## \(.*\)/  \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
 
 run: $(STAMP) ## execute the notebooks into results/ and print the headline VRAM table
 	@PLEVIZ_PROGRESS=0 $(BIN)/python scripts/run_notebooks.py --out results
@@ -31,6 +37,16 @@ run: $(STAMP) ## execute the notebooks into results/ and print the headline VRAM
 test: $(STAMP) ## run every test, notebooks included
 	@$(TEST_ENV) $(BIN)/python -m pytest -n 2 --dist loadfile $(NBVAL) tests $(wildcard notebooks) $(ARGS)
 
+test-versions: $(VERSIONS:%=.venv-%/.pleviz-installed) ## run the core tests with older transformers
+	@for version in $(VERSIONS); do echo "== transformers $$version"; \
+	  $(TEST_ENV) .venv-$$version/bin/python -m pytest -q -n 2 --dist loadfile -p no:cacheprovider \
+	    $(CORE) $(ARGS) || exit 1; done
+
+.venv-%/.pleviz-installed: pyproject.toml constraints.txt scripts/install.py | check-python
+	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$* || { rm -rf .venv-$*; exit 1; }
+	@.venv-$*/bin/python scripts/install.py --extras gpu --also $(TOOLS) --pin transformers==$*
+	@touch $@
+
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/jupyter lab --notebook-dir=notebooks
 
@@ -42,7 +58,7 @@ lint: $(STAMP) ## check style and format
 	@$(BIN)/ruff format --check .
 
 clean: ## remove .venv, results and caches
-	rm -rf $(VENV) results build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+	rm -rf $(VENV) .venv-* results build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): pyproject.toml constraints.txt scripts/install.py | check-python

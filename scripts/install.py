@@ -7,6 +7,7 @@ CPU build (about 200 MB) instead of a CUDA build (several GB) where one can be h
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
@@ -49,11 +50,16 @@ def torch_attempts(
     return [[requirement, "--index-url", CPU_INDEX], [requirement]]
 
 
-def constraints_for(text: str, torch_version: str | None) -> str:
-    """``constraints.txt`` with torch pinned to the one that is there: pip then leaves it alone."""
-    if torch_version is None:
-        return text
-    return re.sub(r"(?m)^torch==.*$", f"torch=={torch_version}", text)
+def constraints_for(text: str, torch_version: str | None, pins: Iterable[str] = ()) -> str:
+    """``constraints.txt`` with torch pinned to the one that is there: pip then leaves it alone.
+
+    ``pins`` such as ``"transformers==5.8.1"`` replace the lines of the same packages.
+    """
+    if torch_version is not None:
+        pins = [*pins, f"torch=={torch_version}"]
+    for pin in pins:
+        text = re.sub(rf"(?m)^{re.escape(pin.partition('==')[0])}==.*$", pin, text)
+    return text
 
 
 def pinned(text: str, name: str) -> str:
@@ -131,13 +137,19 @@ def install_torch(requirement: str) -> str:
 
 def main() -> None:
     """Install torch if it is missing, then pleviz with the tools that make's targets use."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--extras", default="dev", help="extras of pleviz to install")
+    parser.add_argument("--also", nargs="*", default=[], help="more packages to install")
+    parser.add_argument("--pin", action="append", default=[], help="NAME==VERSION instead of ours")
+    options = parser.parse_args()
     tested = (ROOT / "constraints.txt").read_text()
     print(f"Installing into {sys.prefix} (minutes the first time)", flush=True)
     version = install_torch(pinned(tested, "torch"))
     with tempfile.TemporaryDirectory() as folder:
         constraints = Path(folder) / "constraints.txt"
-        constraints.write_text(constraints_for(tested, version))
-        if not pip("--constraint", str(constraints), "--editable", f"{ROOT}[dev]"):
+        constraints.write_text(constraints_for(tested, version, options.pin))
+        target = f"{ROOT}[{options.extras}]"
+        if not pip("--constraint", str(constraints), "--editable", target, *options.also):
             sys.exit("pip could not install pleviz: its message is above.")
 
 
