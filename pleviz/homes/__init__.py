@@ -337,6 +337,6 @@ def _require_ram(table: Table, home: str) -> None:
 
 def _free_cache(device: torch.device) -> None:
     """Give the table's old memory back to the driver, so that other programs see it free too."""
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
