@@ -193,7 +193,7 @@ def test_constraints_keep_the_torch_that_is_there() -> None:
     text = "numpy==2.4.6\ntorch==2.13.0\ntorchfoo==1.0\n"
     assert pinned(text, "torch") == "torch==2.13.0"
     assert constraints_for(text, None) == text
-    assert "transformers==5.8.1" in constraints_for(text, None, ["transformers==5.8.1"])
+    assert constraints_for(text, None, ["numpy==1.26.4"]).startswith("numpy==1.26.4\ntorch==2.13.0")
     kept = constraints_for(text, "2.11.0+cu128")
     assert kept == "numpy==2.4.6\ntorch==2.11.0+cu128\ntorchfoo==1.0\n"
     with pytest.raises(ValueError, match="no pin for peft"):
