@@ -13,6 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import pleviz
 from pleviz.components import COMPONENTS, component_of
 from pleviz.ledger import MAPPED, _Intervals, entries, ledger
 from pleviz.memory import MemoryProbe, host_link_bandwidth
@@ -104,6 +105,16 @@ def test_ledger_on_meta_equals_ledger_on_cpu(kind):
     assert on_meta.components == on_cpu.components
 
 
+@pytest.mark.parametrize("name", sorted(pleviz.SPECS))
+def test_ledger_agrees_with_the_specs_at_real_shapes(name):
+    expected = dict.fromkeys(COMPONENTS, 0)
+    for tensor in pleviz.SPECS[name].tensors():
+        expected[tensor.component] += tensor.numel * 2
+    found = ledger(pleviz.build(name, scale="real", device="meta")).components
+    del found["buffers"]
+    assert found == {component: nbytes for component, nbytes in expected.items() if nbytes}
+
+
 def test_devices_are_told_apart():
     model = tiny_model("gemma4")
     model.model.embed_tokens_per_layer.to("meta")
@@ -144,8 +155,6 @@ def test_adapters_are_apart_from_the_base_model():
 
 
 def test_an_offloaded_table_is_still_in_the_ledger():
-    import pleviz
-
     model = tiny_model("gemma4")
     before = ledger(model)
     with pleviz.offload(model, "cpu"):
@@ -276,7 +285,7 @@ def test_timeline_has_the_marks_in_order():
     times = [sample.seconds for sample in report.timeline]
     assert times == sorted(times)
     assert len(times) >= 6
-    assert times[0] < 0.01
+    assert times[0] < report.marks[0].seconds
     assert report.seconds == times[-1] >= 0.06
 
 
@@ -454,8 +463,6 @@ def test_gpu_ledger_is_what_the_allocator_says(kind):
 @pytest.mark.gpu
 @pytest.mark.parametrize("home", ["cpu", "mapped"])
 def test_gpu_an_offloaded_table_is_not_on_the_gpu(home):
-    import pleviz
-
     model = tiny_model("gemma4", vocab_size_per_layer_input=65_536, vocab_size=256).to("cuda")
     table = 65_536 * 32 * 4
     with MemoryProbe(model) as probe:

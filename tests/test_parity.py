@@ -63,7 +63,7 @@ def test_every_pair_of_neighbours_is_one_ulp_apart(dtype):
 
 
 @given(
-    st.floats(width=32, allow_nan=False, allow_infinity=False),
+    st.floats(-(2.0**127), 2.0**127, width=32),
     st.integers(0, 40),
     st.sampled_from([np.float32, np.float64]),
 )
@@ -71,12 +71,8 @@ def test_ulp_counts_steps_of_nextafter(start, steps, kind):
     a = b = kind(start)
     for _ in range(steps):
         b = np.nextafter(b, kind(np.inf))
-    taken = steps
-    if np.isinf(b) and steps:  # it stops there
-        taken = int(max_ulp(torch.tensor([a]), torch.tensor([b])))
-        assert taken <= steps
-    assert max_ulp(torch.tensor([a]), torch.tensor([b])) == taken
-    assert max_ulp(torch.tensor([b]), torch.tensor([a])) == taken
+    assert max_ulp(torch.tensor([a]), torch.tensor([b])) == steps
+    assert max_ulp(torch.tensor([b]), torch.tensor([a])) == steps
 
 
 def test_ulp_at_the_ends_of_the_scale():
@@ -495,6 +491,21 @@ def test_text_model_against_the_multimodal_one(model):
     assert {w.detail for w in parity.weights} == {"only in B"}  # the towers
 
 
+def test_a_table_that_accelerate_keeps_elsewhere(model):
+    from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+
+    other = copy.deepcopy(model)
+    table = pleviz.find_table(other)
+    kept = {"weight": table.weight.detach().clone()}
+    hook = AlignDevicesHook("cpu", offload=True, io_same_device=True, weights_map=kept)
+    add_hook_to_module(table.module, hook)
+    parity = diff(model, other, IDS)
+    assert parity.ok, parity  # by what it computes; its weight is not there to be read
+    assert any("meta device" in note for note in parity.notes)
+    kept["weight"][5] += 1
+    assert diff(model, other, IDS).first_difference == "table rows"
+
+
 @pytest.mark.parametrize("kind", ["gemma4"])
 def test_a_compiled_model_is_compared_by_its_logits(kind):
     model = tiny_model(kind, num_hidden_layers=2, num_kv_shared_layers=0)
@@ -559,6 +570,8 @@ def test_bad_mask_home_and_model(model):
         diff(model, "attic", IDS)
     with pytest.raises(TypeError, match="ForCausalLM"):
         diff(model.model, model.model, IDS)
+    with pytest.raises(ValueError, match="negative"):
+        diff(model, model, IDS, max_new_tokens=-1)
     assert hooks(model) == 0
 
 

@@ -65,7 +65,7 @@ def compare(
     Args:
         name: name of the result, as are ``kind`` and ``layer``.
         a: a tensor.
-        b: its counterpart. The chunks of ``a`` are brought to its device.
+        b: its counterpart. Chunks of ``a`` are brought to its device.
         kind: see ``name``.
         layer: see ``name``.
         finite: report NaNs and infinities, also where both sides have the same ones.
@@ -135,11 +135,11 @@ def max_ulp(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def _chunks(a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both tensors, flat, :data:`CHUNK` elements at a time, on the device of ``b``."""
+    """Both tensors, flat, :data:`CHUNK` elements at a time, on one device."""
+    device = "cpu" if b.device.type == "mps" else b.device  # MPS has no 64-bit floats
     a, b = a.detach().reshape(-1), b.detach().reshape(-1)
     for start in range(0, a.numel(), CHUNK):
-        y = b[start : start + CHUNK]
-        yield a[start : start + CHUNK].to(y.device), y
+        yield a[start : start + CHUNK].to(device), b[start : start + CHUNK].to(device)
 
 
 def _bits(t: torch.Tensor) -> torch.Tensor:

@@ -62,54 +62,76 @@ def diff(
     model_b = model_a if home is not None else model_b_or_home
     find_table(model_a)
     ids, mask = _check_input(input_ids, attention_mask)
+    if max_new_tokens < 0 or logits_to_keep < 0:
+        raise ValueError("max_new_tokens and logits_to_keep cannot be negative")
     for model in (model_a, model_b):
         _check_ids(ids, model)
     notes = _notes(model_a, model_b, ids, mask)
     layers = layers and not (_is_compiled(model_a) or _is_compiled(model_b))
 
     options: dict[str, Any] = {"layers": layers, "logits_to_keep": logits_to_keep}
-    ours: dict[str, tuple[int | None, torch.Tensor]] = {}
-    theirs: dict[str, Comparison] = {}
-
-    def keep(name: str, layer: int | None, tensor: torch.Tensor) -> None:
-        ours[name] = layer, tensor.detach().to("cpu", copy=True)
-
-    def check(name: str, layer: int | None, tensor: torch.Tensor) -> None:
-        if name in ours:
-            theirs[name] = compare(name, ours.pop(name)[1], tensor, layer=layer)
-        else:
-            theirs[name] = Comparison(name, "stage", MISSING, layer, detail="only in B")
-
+    stages = _Stages()
     label_a = _describe(model_a)
     with _evaluating(model_a), _evaluating(model_b):
-        run(model_a, *_on_device(model_a, ids, mask), keep, **options)
+        run(model_a, *_on_device(model_a, ids, mask), stages.keep, **options)
         tokens_a = _greedy(model_a, ids, mask, max_new_tokens)
-        order = list(ours)
         with _second_side(model_a, model_b, home) as label_b:
-            run(model_b, *_on_device(model_b, ids, mask), check, **options)
+            run(model_b, *_on_device(model_b, ids, mask), stages.check, **options)
             tokens_b = _greedy(model_b, ids, mask, max_new_tokens)
-    for name, (layer, _) in ours.items():  # what is left has no counterpart
-        theirs[name] = Comparison(name, "stage", MISSING, layer, detail="only in A")
-    stages = tuple(theirs[name] for name in _in_order(order, list(theirs)))
+    found = stages.result()
     weights, compared, unreadable = (), None, []
     if home is None:
         weights, compared, unreadable = compare_weights(model_a, model_b)
     if unreadable:
         notes.append(
-            f"{len(unreadable)} tensors are on the meta device (kept elsewhere by accelerate) and "
-            f"were not compared: {', '.join(unreadable[:3])}{' …' if len(unreadable) > 3 else ''}"
+            "weights on the meta device (kept elsewhere by accelerate) were not compared: "
+            f"{', '.join(unreadable[:3])}{f' … ({len(unreadable)})' if len(unreadable) > 3 else ''}"
         )
-    equal = not weights and all(stage.status == OK for stage in stages)
+    equal = not weights and all(stage.status == OK for stage in found)
     return Parity(
         model_a=label_a,
         model_b=label_b,
-        stages=stages,
+        stages=found,
         weights=weights,
         weights_compared=compared,
         tokens=compare_tokens(tokens_a, tokens_b) if tokens_a and tokens_b else None,
         table_matters=_table_matters(model_a, ids, mask) if equal else None,
         notes=tuple(notes),
     )
+
+
+class _Stages:
+    """Keeps the stages of A on the host and compares those of B with them as they come."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[int | None, torch.Tensor]] = {}
+        self._order: list[str] = []
+        self._found: dict[str, Comparison] = {}
+
+    def keep(self, name: str, layer: int | None, tensor: torch.Tensor) -> None:
+        """A stage of A. Copied, because later code may write to it in place."""
+        self._waiting[name] = layer, tensor.detach().to("cpu", copy=True)
+        self._order.append(name)
+
+    def check(self, name: str, layer: int | None, tensor: torch.Tensor) -> None:
+        """A stage of B."""
+        if name in self._waiting:
+            self._found[name] = compare(name, self._waiting.pop(name)[1], tensor, layer=layer)
+        else:
+            self._found[name] = Comparison(name, "stage", MISSING, layer, detail="only in B")
+
+    def result(self) -> tuple[Comparison, ...]:
+        """All stages in the order of A, B's own after the one they follow in B; logits last."""
+        order = list(self._order)
+        before = None
+        for name in self._found:
+            if name not in order:
+                order.insert(order.index(before) + 1 if before else 0, name)
+            before = name
+        for name, (layer, _) in self._waiting.items():  # these have no counterpart
+            self._found[name] = Comparison(name, "stage", MISSING, layer, detail="only in A")
+        order.remove(LOGITS)
+        return tuple(self._found[name] for name in (*order, LOGITS))
 
 
 def _check_input(
@@ -205,17 +227,6 @@ def _table_matters(model: nn.Module, ids: torch.Tensor, mask: torch.Tensor | Non
         with perturbed_table(model):
             run(model, ids, mask, keep, layers=False)
     return not bit_equal(*found)
-
-
-def _in_order(first: list[str], second: list[str]) -> list[str]:
-    """All names: those of A in order, B's own after the name they follow in B; logits last."""
-    order = list(first)
-    for position, name in enumerate(second):
-        if name not in order:
-            before = second[position - 1] if position else None
-            order.insert(order.index(before) + 1 if before in order else 0, name)
-    order.remove(LOGITS)
-    return [*order, LOGITS]
 
 
 def _is_compiled(model: nn.Module) -> bool:
