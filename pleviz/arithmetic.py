@@ -1,156 +1,247 @@
-"""Memory and traffic of a PLE model as pure functions of its spec. No torch, no transformers.
+"""Memory, traffic and parameter counts of a PLE model, as pure functions of its spec. No torch.
 
-Bytes are exact integers. What a model *holds* (weights, buffers, quantisation state) follows from
-its tensors, so it is exact; what a forward pass needs *on top* is an estimate, marked as such.
+Everything here follows from the shapes of tensors, so it needs no model, no weights and no GPU.
+Bytes are integers; GB means 10⁹ bytes. :func:`budget` puts the pieces together for one way of
+running a model. Functions that take a spec take the name of a published model too.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from types import MappingProxyType
 
+from pleviz.budgets import HOMES, Budget, budget
 from pleviz.components import COMPONENTS
-from pleviz.format import fmt_bytes, html_table, text_table
-from pleviz.precision import PRECISIONS, plain_itemsize, tensor_bytes
-from pleviz.specs import SLIDING, Spec, find_spec
+from pleviz.format import fmt_count, html_table, text_table
+from pleviz.peaks import kv_bytes
+from pleviz.specs import Spec, find_spec
 
-HOMES = ("gpu", "cpu", "mapped", "file", "device_map")
-"""Where the table can live. ``device_map`` is accelerate's hook: on the host, copied whole to the
-accelerator in each forward pass."""
+__all__ = [
+    "HOMES",
+    "PUBLISHED",
+    "Budget",
+    "Effective",
+    "break_even_rank",
+    "budget",
+    "effective_parameters",
+    "embedding_row_intensity",
+    "factorised_table_parameters",
+    "kv_cache_bytes",
+    "matmul_intensity",
+    "parameters_by_component",
+    "row_bytes",
+    "table_bytes",
+    "unused_kv_parameters",
+]
 
 
-def row_bytes(spec: Spec, itemsize: int = 2) -> int:
-    """Bytes of one token's row of the PLE table: all layers' vectors.
+def row_bytes(name_or_spec: str | Spec, itemsize: int = 2) -> int:
+    """Bytes of one token's row of the PLE table: what one token needs from it, all layers together.
 
-    >>> row_bytes(find_spec("gemma-4-E4B"))
+    >>> row_bytes("gemma-4-E4B")
     21504
     """
-    return spec.table_shape[1] * itemsize
+    return find_spec(name_or_spec).table_shape[1] * itemsize
 
 
-def table_bytes(spec: Spec, itemsize: int = 2) -> int:
-    """Bytes of the whole PLE table.
+def table_bytes(name_or_spec: str | Spec, itemsize: int = 2) -> int:
+    """Bytes of the whole PLE table: as many rows as the vocabulary has tokens.
 
-    >>> table_bytes(find_spec("gemma-4-E4B"))
-    5637144576
+    >>> table_bytes("gemma-4-E4B"), table_bytes("gemma-4-E4B") // row_bytes("gemma-4-E4B")
+    (5637144576, 262144)
     """
+    spec = find_spec(name_or_spec)
     return spec.table_shape[0] * row_bytes(spec, itemsize)
 
 
-def kv_cache_bytes(spec: Spec, context: int, batch: int = 1, itemsize: int = 2) -> int:
-    """Bytes of the dynamic KV cache after ``context`` tokens, once decoding has begun.
+def kv_cache_bytes(
+    name_or_spec: str | Spec, context: int, batch: int = 1, itemsize: int = 2
+) -> int:
+    """Bytes of the dynamic KV cache with ``context`` tokens in it, while decoding.
 
-    A full-attention layer holds every token. A sliding layer's tensors show ``window - 1`` tokens,
-    a view of the ``window`` tokens that it concatenated last, so it holds up to ``window``. Layers
-    that share keys and values hold none.
+    Full-attention layers hold every token, sliding ones up to ``sliding_window``, layers that share
+    keys and values none. Right after a prefill the sliding layers hold the whole prompt until the
+    next token (:func:`pleviz.peaks.kv_bytes`); :func:`budget` counts that in the prefill's peak.
+
+    >>> kv_cache_bytes("gemma-4-E4B", 8500) / 1e6
+    160.23552
     """
-    elements = 0
-    for index in range(spec.first_kv_shared_layer):
-        sliding = spec.layer_types[index] == SLIDING
-        tokens = min(context, spec.sliding_window) if sliding else context
-        elements += 2 * tokens * spec.kv_heads[index] * spec.head_dims[index]
-    return elements * batch * itemsize
+    if context == 0:
+        return 0
+    return sum(kv_bytes(find_spec(name_or_spec), 1, context - 1, batch, itemsize))
+
+
+def parameters_by_component(name_or_spec: str | Spec, *, towers: bool = False) -> dict[str, int]:
+    """Parameters of each component, a tied head counted once; components with none are left out."""
+    counts = dict.fromkeys(COMPONENTS, 0)
+    for tensor in find_spec(name_or_spec).tensors(towers):
+        counts[tensor.component] += tensor.numel
+    return {name: count for name, count in counts.items() if count}
+
+
+def unused_kv_parameters(name_or_spec: str | Spec) -> int:
+    """Key and value weights that checkpoints carry for layers which never use them.
+
+    Layers that share keys and values have no such weights in transformers, which drops them while
+    loading, but the published checkpoints and Google's counts include them.
+    """
+    spec = find_spec(name_or_spec)
+    count = 0
+    for index in range(spec.first_kv_shared_layer, spec.num_hidden_layers):
+        head_dim = spec.head_dims[index]
+        count += 2 * spec.hidden_size * spec.kv_heads[index] * head_dim + head_dim  # k, v, key norm
+    return count
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Bytes that a model needs, by component. Made by :func:`budget`."""
+class Published:
+    """What Google states about a model's size, and which parts one leaves out to arrive there."""
+
+    total: str
+    effective: str
+    leave_out: tuple[str, ...]
+    source: str
+
+
+_3N_SOURCE = "https://ai.google.dev/gemma/docs/gemma-3n, Model parameters and effective parameters"
+_4_SOURCE = "https://huggingface.co/google/gemma-4-E4B-it, model card"
+_3N_PARTS = ("ple_table", "token_embedding", "towers")
+_4_PARTS = ("ple_table", "token_embedding")
+
+PUBLISHED: Mapping[str, Published] = MappingProxyType(
+    {
+        "gemma-3n-E2B": Published("5.44 B", "1.91 B", _3N_PARTS, _3N_SOURCE),
+        "gemma-3n-E4B": Published("7.85 B", "4 B", _3N_PARTS, _3N_SOURCE),
+        "gemma-4-E2B": Published("5.1 B", "2.3 B", _4_PARTS, _4_SOURCE),
+        "gemma-4-E4B": Published("8 B", "4.5 B", _4_PARTS, _4_SOURCE),
+    }
+)
+"""The published sizes. Gemma 3n: "parameter skipping and PLE caching" leaves the towers and both
+embedding tables out. Gemma 4: "effective" against "with embeddings", the towers stay in."""
+
+
+@dataclass(frozen=True)
+class Effective:
+    """How a parameter total shrinks to an "effective" one. Made by :func:`effective_parameters`."""
 
     model: str
-    home: str
-    precision: str
-    towers: bool
-    context: int
-    batch: int
-    components: Mapping[str, int]
-    """Bytes on the accelerator by component; they add up to ``resident_bytes + kv_cache_bytes``."""
-    host_components: Mapping[str, int]
-    """Bytes in host RAM by component."""
-    table_bytes: int
-    row_bytes: int
+    total: int
+    """All parameters of the checkpoint, vision and audio towers included."""
+    left_out: Mapping[str, int]
+    """Component -> parameters that are not counted."""
+    published: Published | None = None
 
     @property
-    def kv_cache_bytes(self) -> int:
-        """Bytes of the KV cache for ``context`` tokens of ``batch`` sequences."""
-        return self.components["kv_cache"]
+    def effective(self) -> int:
+        """What is left."""
+        return self.total - sum(self.left_out.values())
 
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes the loaded model holds on the accelerator before any token: exact."""
-        return sum(self.components.values()) - self.kv_cache_bytes
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, ready for JSON."""
-        return asdict(self) | {
-            "components": dict(self.components),
-            "host_components": dict(self.host_components),
-            "resident_bytes": self.resident_bytes,
-            "kv_cache_bytes": self.kv_cache_bytes,
-        }
-
-    def to_json(self) -> str:
-        """JSON text of :meth:`to_dict`."""
-        return json.dumps(self.to_dict(), indent=2)
-
-    def _rows(self) -> list[tuple[str, str, str]]:
-        names = [
-            n for n in (*COMPONENTS, "kv_cache") if n in {*self.components, *self.host_components}
-        ]
-        rows = []
-        for name in names:
-            on_gpu, on_host = self.components.get(name, 0), self.host_components.get(name, 0)
-            rows.append((name, *(fmt_bytes(n) if n else "" for n in (on_gpu, on_host))))
-        rows.append(("resident", fmt_bytes(self.resident_bytes), ""))
+    def _rows(self) -> list[tuple[str, str]]:
+        rows = [("total", fmt_count(self.total))]
+        rows += [(f"− {name}", fmt_count(count)) for name, count in self.left_out.items()]
+        rows.append(("effective", fmt_count(self.effective)))
+        if self.published:
+            rows.append(("published", self.published.effective))
         return rows
 
     def __str__(self) -> str:
-        return text_table(("component", "accelerator", "host"), self._rows())
+        return text_table((self.model, "parameters"), self._rows())
 
     def _repr_html_(self) -> str:
-        return html_table(("component", "accelerator", "host"), self._rows(), caption=self.model)
+        return html_table((self.model, "parameters"), self._rows())
 
 
-def budget(
-    name_or_spec: str | Spec,
-    *,
-    home: str = "gpu",
-    precision: str = "bf16",
-    towers: bool = False,
-    context: int = 0,
-    batch: int = 1,
-    double_quant: bool = True,
-) -> Budget:
-    """What a model needs on the accelerator and on the host.
+def effective_parameters(
+    name: str, leave_out: tuple[str, ...] | None = None, *, unused_kv: bool | None = None
+) -> Effective:
+    """The "effective" parameters of a published model: all but the components left out.
+
+    Args:
+        name: a name in ``SPECS``.
+        leave_out: component names; by default those that lead to the published figure.
+        unused_kv: count :func:`unused_kv_parameters`; by default for Gemma 3n, whose published
+            figures include them.
 
     Raises:
-        ValueError: unknown name, home or precision; the message lists the valid ones.
+        ValueError: unknown name or component.
+
+    >>> print(effective_parameters("gemma-3n-E2B"))
+    gemma-3n-E2B       parameters
+    -----------------  ----------
+    total                  5.44 B
+    − ple_table            2.01 B
+    − token_embedding    537.40 M
+    − towers             983.28 M
+    effective              1.91 B
+    published              1.91 B
     """
-    spec = find_spec(name_or_spec)
-    for value, valid, what in ((home, HOMES, "home"), (precision, PRECISIONS, "precision")):
-        if value not in valid:
-            raise ValueError(f"there is no {what} {value!r}. Valid: {', '.join(valid)}.")
-    parameters = spec.tensors(towers)
-    components = dict.fromkeys((*COMPONENTS, "kv_cache"), 0)
-    for tensor in parameters:
-        components[tensor.component] += tensor_bytes(tensor, precision, double_quant=double_quant)
-    components["buffers"] = sum(tensor_bytes(tensor, precision) for tensor in spec.buffers(towers))
-    itemsize = plain_itemsize(precision)
-    components["kv_cache"] = kv_cache_bytes(spec, context, batch, itemsize)
-    host = {}
-    if home != "gpu":
-        host["ple_table"] = components["ple_table"]
-        components["ple_table"] = 0
-    return Budget(
+    spec = find_spec(name)
+    published = PUBLISHED.get(spec.name)
+    if leave_out is None:
+        leave_out = published.leave_out if published else _4_PARTS
+    counts = parameters_by_component(spec, towers=True)
+    unknown = [part for part in leave_out if part not in counts]
+    if unknown:
+        raise ValueError(
+            f"{spec.name} has no component {unknown[0]!r}. It has: {', '.join(counts)}."
+        )
+    extra = unused_kv_parameters(spec) if unused_kv in (True, None) else 0
+    if unused_kv is None and spec.family != "gemma3n":
+        extra = 0
+    return Effective(
         model=spec.name,
-        home=home,
-        precision=precision,
-        towers=towers,
-        context=context,
-        batch=batch,
-        components=components,
-        host_components=host,
-        table_bytes=table_bytes(spec, itemsize),
-        row_bytes=row_bytes(spec, itemsize),
+        total=sum(counts.values()) + extra,
+        left_out=MappingProxyType({part: counts[part] for part in leave_out}),
+        published=published,
     )
+
+
+def matmul_intensity(
+    out_features: int, in_features: int, batch: int = 1, itemsize: float = 2
+) -> float:
+    """FLOPs per byte moved when a weight matrix multiplies ``batch`` tokens.
+
+    Two FLOPs per weight and token; the weights are read once, activations are read and written.
+    Near ``2·batch/itemsize`` for few tokens, so decoding is bound by memory and a prefill is not.
+
+    >>> round(matmul_intensity(10240, 2560), 2), round(matmul_intensity(10240, 2560, batch=512))
+    (1.0, 410)
+    """
+    flops = 2 * batch * out_features * in_features
+    weights = out_features * in_features * itemsize
+    return flops / (weights + 2 * batch * (out_features + in_features))
+
+
+def embedding_row_intensity(itemsize: float = 2) -> float:
+    """FLOPs per byte moved when a row of an embedding table is looked up and scaled.
+
+    One multiplication per element, by the embedding scale, whatever the batch: each token reads a
+    row of its own. That is why a table may live behind a slow bus, and a weight matrix may not.
+    """
+    return 1 / itemsize
+
+
+def factorised_table_parameters(name_or_spec: str | Spec, rank: int) -> int:
+    """Parameters of the PLE table factorised as in ALBERT: ``[rows, rank] @ [rank, width]``.
+
+    Factorising makes the table smaller and changes the model, and each lookup becomes a matrix
+    product of ``2·rank·width`` FLOPs. Relocating it keeps the model and moves one row per token.
+    (Lan et al.: ALBERT, ICLR 2020, section 3.1.)
+
+    Raises:
+        ValueError: ``rank`` is not positive.
+    """
+    if rank < 1:
+        raise ValueError(f"rank must be at least 1, not {rank}")
+    return rank * sum(find_spec(name_or_spec).table_shape)
+
+
+def break_even_rank(name_or_spec: str | Spec) -> int:
+    """The largest rank at which the factorised table is no larger than the whole one.
+
+    >>> break_even_rank("gemma-4-E4B")
+    10328
+    """
+    rows, width = find_spec(name_or_spec).table_shape
+    return rows * width // (rows + width)

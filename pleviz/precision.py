@@ -40,10 +40,9 @@ def nf4_bytes(numel: int, *, double_quant: bool = True) -> int:
     quantisation stores the absmax as one byte each, with a float32 per 256 of them, one float32
     offset and a second code book of 256 float32.
 
-    >>> 8 * nf4_bytes(2560 * 10240) / (2560 * 10240), 8 * nf4_bytes(
-    ...     2560 * 10240, double_quant=False
-    ... ) / (2560 * 10240)  # bits per weight
-    (4.127285766601562, 4.50001953125)
+    >>> weights = 2560 * 10240
+    >>> [round(8 * nf4_bytes(weights, double_quant=on) / weights, 3) for on in (False, True)]
+    [4.5, 4.127]
     """
     blocks = _ceil_div(numel, NF4_BLOCK)
     packed, code = _ceil_div(numel, 2), 16 * 4

@@ -8,7 +8,6 @@ this module loads neither torch nor transformers.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType

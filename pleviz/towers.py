@@ -32,8 +32,7 @@ _INDEX = re.compile(r"\.(\d+)\.")
 def tower_tensors(spec: Spec, kind: str) -> Iterator[TensorShape]:
     """The towers' tensors of a published model; ``kind`` is ``"parameters"`` or ``"buffers"``."""
     for entry in _data()[spec.family][kind]:
-        for shape in _expand(entry, spec.hidden_size):
-            yield shape
+        yield from _expand(entry, spec.hidden_size)
 
 
 @cache
