@@ -155,16 +155,22 @@ def decode_step_profile(model: nn.Module, steps: int = 3) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity, profile
     from transformers import DynamicCache
 
-    ids = torch.randint(3, 1000, (1, 64), generator=torch.Generator().manual_seed(0)).cuda()
+    rows = find_table(model).rows
+    ids = torch.randint(3, rows, (1, 64), generator=torch.Generator().manual_seed(0)).cuda()
     with torch.inference_mode():
         cache = DynamicCache(config=model.config.get_text_config())
-        token = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+
+        def step(token: torch.Tensor) -> torch.Tensor:
+            logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            return logits[..., :rows].argmax(-1)
+
+        token = step(ids)
         for _ in range(3):
-            token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+            token = step(token)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(steps):
-                token = model(token, past_key_values=cache, use_cache=True).logits.argmax(-1)
+                token = step(token)
         # leaving the block synchronises once, outside the steps
     events = profiler.events()
     waits = [e for e in events if e.name in _SYNCHRONISING]
@@ -209,16 +215,17 @@ def greedy_trace(model: nn.Module, tokens: int) -> tuple[torch.Tensor, torch.Ten
 
     config = model.config.get_text_config()
     device = next(find_table(model).owner.layers.parameters()).device
-    generator = torch.Generator().manual_seed(7)
-    ids = torch.randint(3, config.vocab_size_per_layer_input, (1, 32), generator=generator)
-    token = ids.to(device)
+    # Gemma 3n's head has ids beyond its table; random weights would choose them, and some versions
+    # of transformers then crash on a GPU
+    rows = config.vocab_size_per_layer_input
+    token = torch.randint(3, rows, (1, 32), generator=torch.Generator().manual_seed(7)).to(device)
     out, sums = [], []
     weights = None
     with torch.inference_mode():
         cache = DynamicCache(config=config)
         for _ in range(tokens):
             logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-            token = logits.argmax(-1, keepdim=True)
+            token = logits[:, :rows].argmax(-1, keepdim=True)
             bits = logits.view({2: torch.int16, 4: torch.int32}[logits.element_size()]).long()
             if weights is None:  # odd multipliers, one per position
                 weights = torch.arange(bits.shape[-1], device=device) * 0x9E3779B97F4A7C1 * 2 + 1
