@@ -101,6 +101,8 @@ class Published:
     total: str
     effective: str
     leave_out: tuple[str, ...]
+    unused_kv: bool
+    """Whether the total counts :func:`unused_kv_parameters`."""
     source: str
 
 
@@ -111,10 +113,10 @@ _4_PARTS = ("ple_table", "token_embedding")
 
 PUBLISHED: Mapping[str, Published] = MappingProxyType(
     {
-        "gemma-3n-E2B": Published("5.44 B", "1.91 B", _3N_PARTS, _3N_SOURCE),
-        "gemma-3n-E4B": Published("7.85 B", "4 B", _3N_PARTS, _3N_SOURCE),
-        "gemma-4-E2B": Published("5.1 B", "2.3 B", _4_PARTS, _4_SOURCE),
-        "gemma-4-E4B": Published("8 B", "4.5 B", _4_PARTS, _4_SOURCE),
+        "gemma-3n-E2B": Published("5.44 B", "1.91 B", _3N_PARTS, True, _3N_SOURCE),
+        "gemma-3n-E4B": Published("7.85 B", "4 B", _3N_PARTS, True, _3N_SOURCE),
+        "gemma-4-E2B": Published("5.1 B", "2.3 B", _4_PARTS, False, _4_SOURCE),
+        "gemma-4-E4B": Published("8 B", "4.5 B", _4_PARTS, False, _4_SOURCE),
     }
 )
 """The published sizes. Gemma 3n: "parameter skipping and PLE caching" leaves the towers and both
@@ -130,7 +132,7 @@ class Effective:
     """All parameters of the checkpoint, vision and audio towers included."""
     left_out: Mapping[str, int]
     """Component -> parameters that are not counted."""
-    published: Published | None = None
+    published: Published
 
     @property
     def effective(self) -> int:
@@ -141,8 +143,7 @@ class Effective:
         rows = [("total", fmt_count(self.total))]
         rows += [(f"− {name}", fmt_count(count)) for name, count in self.left_out.items()]
         rows.append(("effective", fmt_count(self.effective)))
-        if self.published:
-            rows.append(("published", self.published.effective))
+        rows.append(("published", self.published.effective))
         return rows
 
     def __str__(self) -> str:
@@ -152,16 +153,12 @@ class Effective:
         return html_table((self.model, "parameters"), self._rows())
 
 
-def effective_parameters(
-    name: str, leave_out: tuple[str, ...] | None = None, *, unused_kv: bool | None = None
-) -> Effective:
+def effective_parameters(name: str, leave_out: tuple[str, ...] | None = None) -> Effective:
     """The "effective" parameters of a published model: all but the components left out.
 
     Args:
         name: a name in ``SPECS``.
         leave_out: component names; by default those that lead to the published figure.
-        unused_kv: count :func:`unused_kv_parameters`; by default for Gemma 3n, whose published
-            figures include them.
 
     Raises:
         ValueError: unknown name or component.
@@ -177,22 +174,17 @@ def effective_parameters(
     published              1.91 B
     """
     spec = find_spec(name)
-    published = PUBLISHED.get(spec.name)
-    if leave_out is None:
-        leave_out = published.leave_out if published else _4_PARTS
+    published = PUBLISHED[spec.name]
     counts = parameters_by_component(spec, towers=True)
-    unknown = [part for part in leave_out if part not in counts]
-    if unknown:
-        raise ValueError(
-            f"{spec.name} has no component {unknown[0]!r}. It has: {', '.join(counts)}."
-        )
-    extra = unused_kv_parameters(spec) if unused_kv in (True, None) else 0
-    if unused_kv is None and spec.family != "gemma3n":
-        extra = 0
+    parts = published.leave_out if leave_out is None else leave_out
+    for part in parts:
+        if part not in counts:
+            raise ValueError(f"{name} has no component {part!r}. It has: {', '.join(counts)}.")
+    unused = unused_kv_parameters(spec) if published.unused_kv else 0
     return Effective(
         model=spec.name,
-        total=sum(counts.values()) + extra,
-        left_out=MappingProxyType({part: counts[part] for part in leave_out}),
+        total=sum(counts.values()) + unused,
+        left_out=MappingProxyType({part: counts[part] for part in parts}),
         published=published,
     )
 

@@ -31,13 +31,8 @@ def build(
     model = empty_model(spec, scale=scale, towers=towers, dtype=dtype or torch.bfloat16)
     _materialise(model, torch.device(device))
     random = _random_parameters(model)
-    for parameter in random.values():
-        parameter._is_hf_initialized = True  # the library's own initialisation skips these
-    # Norms, scales and buffers get the library's values, by the code that from_pretrained runs for
-    # what a checkpoint lacks. It computes in float32 and rounds once.
-    model.initialize_weights()
+    _initialise_rest(model, random)
     for name, parameter in random.items():
-        del parameter._is_hf_initialized
         fill_normal_(parameter.data, stream=_stream(name, seed), std=spec.initializer_range)
     for name, parameter in model.named_parameters():
         if name.endswith("altup.correct_output_scale"):
@@ -50,7 +45,9 @@ def empty_model(
 ) -> PreTrainedModel:
     """The model on the meta device: every module and shape, no memory."""
     config = spec.config(scale, towers=towers)
-    with torch.device("meta"):  # as from_pretrained begins
+    # On the meta device, as from_pretrained begins. Older transformers versions draw random numbers
+    # for meta tensors too; the caller's generator is to stay as it is.
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
         return _model_class(spec, towers)._from_config(config, dtype=dtype)
 
 
@@ -105,6 +102,23 @@ def _stream(name: str, seed: int) -> int:
     """
     key = f"{seed}:{name.replace('language_model.', '')}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little", signed=True)
+
+
+def _initialise_rest(model: PreTrainedModel, random: dict[str, nn.Parameter]) -> None:
+    """Give norms, scales and buffers the library's own values.
+
+    By the code that ``from_pretrained`` runs for what a checkpoint lacks: it computes in float32
+    and rounds once. It skips what is flagged as initialised, and so draws no random numbers.
+    """
+    for module in model.modules():
+        # skipped whole, because older versions make a float32 copy of the weight before they look
+        if isinstance(module, nn.Linear | nn.modules.conv._ConvNd):
+            module._is_hf_initialized = True
+    for parameter in random.values():
+        parameter._is_hf_initialized = True
+    model.initialize_weights()
+    for parameter in random.values():
+        del parameter._is_hf_initialized
 
 
 def fill_normal_(tensor: torch.Tensor, *, stream: int, std: float) -> None:

@@ -33,9 +33,9 @@ def read_spec(config_or_model: Any) -> Spec:
     """The spec of a ``transformers`` config or model; see :func:`pleviz.specs.spec_of`."""
     config = getattr(config_or_model, "config", config_or_model)
     if not hasattr(config, "model_type"):
-        raise NoTableError(
-            f"{type(config_or_model).__name__} is neither a transformers config nor a model that "
-            "has one (.config with a model_type)."
+        raise TypeError(
+            f"spec_of takes a transformers config or a model that has one, not "
+            f"{type(config_or_model).__name__}. A published model's spec is SPECS[name]."
         )
     text = getattr(config, "text_config", None) or config
     if not getattr(text, "hidden_size_per_layer_input", 0) or text.model_type not in _FAMILIES:
@@ -190,7 +190,7 @@ def shrink(spec: Spec) -> Spec:
         max_position_embeddings=512,
         num_experts=min(spec.num_experts, 4),
         top_k_experts=min(spec.top_k_experts, 2),
-        moe_intermediate_size=min(spec.moe_intermediate_size, 16),
+        moe_intermediate_size=16 if spec.num_experts else 0,  # kernels want 16-byte strides
         laurel_rank=min(spec.laurel_rank, 4),
         activation_sparsity_pattern=tuple(
             spec.activation_sparsity_pattern[i] for i in keep if spec.activation_sparsity_pattern

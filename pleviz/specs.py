@@ -231,6 +231,8 @@ def spec_of(config_or_model: Any) -> Spec:
 
     Raises:
         NoTableError: the model has no PLE table; the message says why.
+        ValueError: it has one, in a model that this package does not know.
+        TypeError: neither a config nor a model that has one.
     """
     from pleviz import configs
 
