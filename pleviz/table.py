@@ -79,7 +79,18 @@ class Table:
 def compute_device(owner: nn.Module) -> torch.device:
     """The device on which the text model uses the looked-up rows: that of the PLE projection."""
     projection = getattr(owner, PROJECTION_NAME)
-    return next(projection.parameters()).device
+    device = next(projection.parameters()).device
+    if device.type != "meta":
+        return device
+    import torch
+
+    for module in projection.modules():  # accelerate brings the values to its execution device
+        hook = module.__dict__.get("_hf_hook")
+        for part in getattr(hook, "hooks", (hook,)):
+            place = getattr(part, "execution_device", None)
+            if place is not None:
+                return torch.device(place)
+    return device
 
 
 def find_table(model: nn.Module) -> Table:

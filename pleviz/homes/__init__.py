@@ -15,23 +15,28 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import psutil
 import torch
-from accelerate.hooks import add_hook_to_module, remove_hook_from_module
 from torch import nn
 
 from pleviz.format import fmt_bytes
+from pleviz.homes.atomic import all_or_nothing
+from pleviz.homes.dispatch import copier_in, drop_own_forward, put_hook_back, take_hook_off
 from pleviz.homes.embedding import HostEmbedding
 from pleviz.homes.guard import add_guards, remove_guards
-from pleviz.homes.home import attach, detach
+from pleviz.homes.home import Home, attach, detach
 from pleviz.homes.registration import RegistrationError, registered_bytes, why_not
-from pleviz.homes.shard import TableInShard, checkpoint_dir, find_in_checkpoint, map_table
+from pleviz.homes.shard import (
+    TableInShard,
+    checkpoint_dir,
+    find_in_checkpoint,
+    map_table,
+    same_bits,
+)
 from pleviz.table import Table, compute_device, find_table
 
 __all__ = [
@@ -61,11 +66,14 @@ class Offload:
         reason: why this home, in a sentence.
     """
 
-    def __init__(self, model: nn.Module, home: str, reason: str, came_from: torch.device) -> None:
+    def __init__(
+        self, model: nn.Module, home: str, reason: str, came_from: torch.device, mine: Home | None = None
+    ) -> None:
         self._model: nn.Module | None = model
         self.home = home
         self.reason = reason
         self._came_from = came_from
+        self._mine = mine
 
     @property
     def table(self) -> Table:
@@ -92,15 +100,17 @@ class Offload:
     def restore(self) -> None:
         """Put the table back where it was, and the module's class, parameter and hooks with it.
 
-        If the model was moved since, the table joins it. Does nothing the second time.
+        If the model was moved since, the table joins it. Does nothing the second time, or when
+        something else has restored this table, or offloaded it anew, in the meantime.
         """
         if self._model is None:
             return
-        if self.home == "gpu":
-            table = find_table(self._model)
-            table.weight.data = table.weight.data.to(self._came_from)
-        else:
-            restore(self._model)
+        module = find_table(self._model).module
+        if getattr(module, "_home", None) is self._mine:
+            if self._mine is None:
+                module.weight.data = module.weight.data.to(self._came_from)
+            else:
+                restore(self._model)
         self._model = None
 
     def _live(self) -> nn.Module:
@@ -170,7 +180,8 @@ def offload(
     kind = "cpu" if home == "cpu" or problem else "mapped"
     if shard is None:
         _require_ram(table, kind)
-    with _without_accelerate_hook(table.module, device) as hook:
+    with all_or_nothing(model, table.module):
+        hook = take_hook_off(table.module, device)
         if shard is not None:
             _refuse_other_table(table, shard, bits=verify)
         try:
@@ -178,21 +189,25 @@ def offload(
         except RegistrationError as error:
             problem = str(error)
             attached = attach(table.module, "cpu", device, shard)
-    attached.accelerate_hook = hook
-    if problem and (home == "mapped" or (home == "file" and device.type != "cpu")):
-        warnings.warn(f"pleviz: rows of the table are gathered on the CPU: {problem}", stacklevel=2)
-    chosen = attached.name
+        if problem and (home == "mapped" or (home == "file" and device.type != "cpu")):
+            warnings.warn(f"pleviz: rows of the table are gathered on the CPU: {problem}", stacklevel=2)
+        family_has_rule = table.owner.config.model_type.startswith("gemma3n")
+        attached.row_zero_outside = family_has_rule
+        attached.accelerate_hook = hook
+        add_guards(table.owner, model, None if family_has_rule else table.module)
     if problem:
         reason = f"rows are gathered on the CPU: {problem}"
     elif home == "auto":
         reason = "the GPU can read host memory in place"
     else:
         reason = "you asked for it"
-    family_has_rule = table.owner.config.model_type.startswith("gemma3n")
-    attached.row_zero_outside = family_has_rule
-    add_guards(table.owner, model, None if family_has_rule else table.module)
-    _free_cache(came_from)
-    return Offload(model, chosen, reason, came_from)
+    handle = Offload(model, attached.name, reason, came_from, attached)
+    try:
+        _free_cache(came_from)
+    except BaseException:
+        handle.restore()
+        raise
+    return handle
 
 
 def restore(model: nn.Module) -> None:
@@ -205,11 +220,15 @@ def restore(model: nn.Module) -> None:
     table = find_table(model)
     if not isinstance(table.module, HostEmbedding):
         raise OffloadError("the table is not offloaded: there is nothing to restore")
-    home = table.module._home
-    detach(table.module, compute_device(table.owner) if home.joins_model else home.was_device)
-    remove_guards(model)
-    if home.accelerate_hook is not None:
-        add_hook_to_module(table.module, home.accelerate_hook)
+    module, home, hook = table.module, table.module._home, table.module._home.accelerate_hook
+    device = compute_device(table.owner) if home.joins_model else home.was_device
+    if copier_in(hook) is not None:  # the hook will bring the table to the GPU when it is used
+        device = torch.device("cpu")
+    with all_or_nothing(model, module):
+        detach(module, device)
+        remove_guards(model)
+        if hook is not None:
+            put_hook_back(module, hook)
 
 
 def home_of(model: nn.Module) -> str:
@@ -269,59 +288,16 @@ def _shard(model: nn.Module, checkpoint: str | Path | None) -> TableInShard:
 
 def _refuse_other_table(table: Table, shard: TableInShard, *, bits: bool) -> None:
     """Raise unless the file holds the table of the model: its shape, dtype and, if asked, its bits."""
-    weight = table.weight.detach()
+    weight = table.weight
     same = shard.dtype == weight.dtype and shard.shape == tuple(weight.shape)
     if same and bits:
-        on_disk = map_table(shard)
-        integers = {2: torch.int16, 4: torch.int32}[weight.element_size()]  # NaN equals itself
-        step = max(1, 2**28 // table.row_nbytes)  # rows at a time, 256 MiB
-        same = all(
-            torch.equal(
-                on_disk[row : row + step].to(weight.device).view(integers),
-                weight[row : row + step].view(integers),
-            )
-            for row in range(0, table.rows, step)
-        )
+        same = same_bits(map_table(shard), weight)
     if not same:
         raise OffloadError(
             f"the table in {shard.path.name} ({shard.dtype}, {list(shard.shape)}) is not the model's "
             f"({weight.dtype}, {list(weight.shape)}), or differs in its values: home 'file' would "
             "change the model. Use home='mapped', or save the model and load it again."
         )
-
-
-def drop_own_forward(module: nn.Module) -> None:
-    """Undo what accelerate leaves when its hook is removed: the class's own forward on the instance."""
-    forward = module.__dict__.get("forward")
-    if getattr(forward, "__func__", None) is type(module).forward and forward.__self__ is module:
-        del module.forward
-
-
-@contextmanager
-def _without_accelerate_hook(module: nn.Module, device: torch.device) -> Iterator[Any]:
-    """Take accelerate's hook off ``module``; put it back if the block raises.
-
-    On a table it is the hook of ``device_map={…: "cpu"}``, which would copy the whole table to the
-    GPU at every forward pass. Yields the hook, or ``None``.
-    """
-    hook = getattr(module, "_hf_hook", None)
-    if hook is None:
-        yield None
-        return
-    remove_hook_from_module(module)
-    drop_own_forward(module)
-    if module.weight.is_meta:  # it was on disk, or released: the hook has the values
-        values = hook.weights_map["weight"]
-        module.weight = nn.Parameter(values, requires_grad=module.weight.requires_grad)
-    buffers = dict(module._buffers)
-    for name, buffer in buffers.items():  # the scale: the hook kept it where the model computes
-        module._buffers[name] = buffer.to(device)
-    try:
-        yield hook
-    except BaseException:
-        module._buffers.update(buffers)
-        add_hook_to_module(module, hook)
-        raise
 
 
 def _require_ram(table: Table, home: str) -> None:

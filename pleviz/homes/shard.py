@@ -128,3 +128,23 @@ def map_table(where: TableInShard, *, copy_on_write: bool = False) -> torch.Tens
         warnings.filterwarnings("ignore", message=".*not writable.*")
         flat = torch.frombuffer(memory, dtype=torch.uint8, count=where.nbytes, offset=where.offset)
     return flat.view(where.dtype).view(where.shape)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tables hold the same bits, in the same shape and dtype; a NaN equals itself.
+
+    Compares on the device of ``b``, some rows at a time, so that a large table needs little memory.
+    """
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    a, b = a.detach(), b.detach()
+    if a.device == b.device and a.data_ptr() == b.data_ptr() and a.stride() == b.stride():
+        return True
+    step = max(1, 2**28 // max(1, a.shape[1] * a.element_size()))  # rows in 256 MiB
+    return all(
+        torch.equal(
+            a[row : row + step].to(b.device).contiguous().view(torch.uint8),
+            b[row : row + step].contiguous().view(torch.uint8),
+        )
+        for row in range(0, a.shape[0], step)
+    )
