@@ -126,30 +126,32 @@ def stamp() -> None:
     print(f"{', '.join(versions)}\n{cores}, {gpu}")  # noqa: T201
 
 
-def show(fig: go.Figure, *, key: str, alt: str) -> None:
+def show(fig: go.Figure, key: str, *, alt: str | None = None) -> None:
     """Display a plotly figure in any notebook front end, and in the site made of the notebook.
 
     Args:
         fig: the figure; its height should be set.
         key: short name, unique in the notebook: letters, digits, ``-`` and ``.``; the id of the
             figure in the page is ``pleviz-<key>``.
-        alt: what a reader who cannot see the figure must know, in one or two sentences.
+        alt: what a reader who cannot see the figure must know. The figures of
+            :mod:`pleviz.plots` describe themselves.
 
     Raises:
         ValueError: a key that cannot be an id, or no description.
     """
     from IPython.display import display
 
-    display(mime_bundle(fig, key=key, alt=alt), raw=True)
+    display(mime_bundle(fig, key, alt=alt), raw=True)
 
 
-def mime_bundle(fig: go.Figure, *, key: str, alt: str) -> dict[str, Any]:
+def mime_bundle(fig: go.Figure, key: str, *, alt: str | None = None) -> dict[str, Any]:
     """The outputs of :func:`show`, by MIME type. Equal figures give equal bundles."""
-    if not re.fullmatch(r"[A-Za-z][\w.-]*|\d[\w.-]*", key):
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", key):
         raise ValueError(
             f"key={key!r} cannot name a figure: use letters, digits, '-' and '.', such as "
             "key='01-table-sizes'."
         )
+    alt = alt or (fig.layout.meta or {}).get("alt", "")
     if not alt.strip():
         raise ValueError(
             f"figure '{key}' has no alt text: say in a sentence what it shows, for readers who "
