@@ -16,6 +16,7 @@ import os
 import sys
 import warnings
 import weakref
+from typing import Any
 
 import torch
 
@@ -27,6 +28,8 @@ _HOST_REGISTER_SUPPORTED = 99
 _READ_ONLY_REGISTER_SUPPORTED = 113
 
 _LIVE: dict[int, int] = {}  # address -> bytes of every registration that is not yet undone
+_VIEWS: weakref.WeakValueDictionary[int, HostView] = weakref.WeakValueDictionary()  # by address
+_NOT_REGISTERED = 713  # cudaErrorHostMemoryNotRegistered
 
 
 class RegistrationError(RuntimeError):
@@ -91,24 +94,31 @@ class HostView:
             "strides": None,
             "version": 3,
         }
+        address, nbytes = host.data_ptr(), host.numel() * host.element_size()
+        self.shared = _VIEWS.get(address)  # one registration serves, and outlives, all its views
+        if self.shared is not None and _LIVE.get(address, 0) >= nbytes:
+            return
         if host.is_pinned():  # torch's own pinned memory is mapped already, and refuses a second time
             return
-        address, nbytes = host.data_ptr(), host.numel() * host.element_size()
         with torch.cuda.device(device):
             torch.cuda.current_stream()  # the device must have a context
+            # noted before it is done: an interrupt between the two must not leak it
+            _LIVE[address] = nbytes
+            undo = weakref.finalize(self, _unregister, address, host, os.getpid())
             code = int(
                 torch.cuda.cudart().cudaHostRegister(
                     address, nbytes, PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
                 )
             )
         if code:
+            undo.detach()
+            del _LIVE[address]
             reason = torch.cuda.cudart().cudaGetErrorString(code)
             _clear_cuda_error(device)
             raise RegistrationError(
                 f"cudaHostRegister of {nbytes:,} bytes failed with error {code} ({reason})"
             )
-        _LIVE[address] = nbytes
-        weakref.finalize(self, _unregister, address, host, os.getpid())
+        _VIEWS[address] = self
 
 
 def _unregister(address: int, host: torch.Tensor, pid: int) -> None:
@@ -123,7 +133,13 @@ def _unregister(address: int, host: torch.Tensor, pid: int) -> None:
     if code:
         reason = torch.cuda.cudart().cudaGetErrorString(code)
         _clear_cuda_error(torch.device("cuda"))
+    if code and code != _NOT_REGISTERED:
         warnings.warn(f"pleviz: cudaHostUnregister failed with error {code} ({reason})", stacklevel=2)
+
+
+def _text(result: Any) -> str:
+    """A CUDA result in words."""
+    return f"error {int(result)}, {torch.cuda.cudart().cudaGetErrorString(result)}"
 
 
 def _clear_cuda_error(device: torch.device) -> None:
