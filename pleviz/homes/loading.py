@@ -159,11 +159,12 @@ def _quantization_config(quantization: str | None, dtype: torch.dtype, *, offloa
 
 def _refuse_holes(model: nn.Module, report: Any, name: str) -> None:
     """A tensor the checkpoint lacks is filled with random numbers: never go on with that."""
-    missing = sorted(report["missing_keys"])
-    if missing:
+    random = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    if random:
         raise ValueError(
-            f"{len(missing)} weights of {type(model).__name__} are not in {name} (first: {missing[0]}); "
-            "they would be random. Is the checkpoint complete, and of this model class?"
+            f"{len(random)} weights of {type(model).__name__} are not in {name}, or not in the model's "
+            f"shape (first: {min(random)}); they would be random. Is the checkpoint complete, and of "
+            "this model class?"
         )
 
 
