@@ -80,17 +80,21 @@ def compute_device(owner: nn.Module) -> torch.device:
     """The device on which the text model uses the looked-up rows: that of the PLE projection."""
     projection = getattr(owner, PROJECTION_NAME)
     device = next(projection.parameters()).device
-    if device.type != "meta":
-        return device
+    if device.type == "meta":  # accelerate brings the values to its execution device
+        for module in projection.modules():
+            device = hook_device(module.__dict__.get("_hf_hook")) or device
+    return device
+
+
+def hook_device(hook: object) -> torch.device | None:
+    """Where a hook of accelerate, or a chain of them, has a module compute; ``None`` if it is open."""
     import torch
 
-    for module in projection.modules():  # accelerate brings the values to its execution device
-        hook = module.__dict__.get("_hf_hook")
-        for part in getattr(hook, "hooks", (hook,)):
-            place = getattr(part, "execution_device", None)
-            if place is not None:
-                return torch.device(place)
-    return device
+    for part in getattr(hook, "hooks", (hook,)):
+        place = getattr(part, "execution_device", None)
+        if place is not None:
+            return torch.device(place)
+    return None
 
 
 def find_table(model: nn.Module) -> Table:

@@ -194,7 +194,8 @@ def offload(
         family_has_rule = table.owner.config.model_type.startswith("gemma3n")
         attached.row_zero_outside = family_has_rule
         attached.accelerate_hook = hook
-        add_guards(table.owner, model, None if family_has_rule else table.module)
+        attached.neighbour_trained = _neighbour_is_trainable(table)
+        add_guards(table.owner, model, table.module, limits=not family_has_rule)
     if problem:
         reason = f"rows are gathered on the CPU: {problem}"
     elif home == "auto":
@@ -221,10 +222,14 @@ def restore(model: nn.Module) -> None:
     if not isinstance(table.module, HostEmbedding):
         raise OffloadError("the table is not offloaded: there is nothing to restore")
     module, home, hook = table.module, table.module._home, table.module._home.accelerate_hook
+    if home.hooked_since and not any("_hf_hook" in m.__dict__ for m in model.modules()):
+        hook = None  # accelerate's hooks were removed from the model again
     device = compute_device(table.owner) if home.joins_model else home.was_device
     if copier_in(hook) is not None:  # the hook will bring the table to the GPU when it is used
         device = torch.device("cpu")
     with all_or_nothing(model, module):
+        if home.neighbour_trained and not _neighbour_is_trainable(table):
+            home.was_trainable = False  # PEFT, or requires_grad_(False), froze the whole model
         detach(module, device)
         remove_guards(model)
         if hook is not None:
@@ -241,9 +246,23 @@ def home_of(model: nn.Module) -> str:
     return module._home.name if isinstance(module, HostEmbedding) else "gpu"
 
 
+def _neighbour_is_trainable(table: Table) -> bool:
+    """Whether the norm beside the table is trainable: what freezes a whole model freezes it, too.
+
+    The table's own flag does not tell: it is off while the table is offloaded.
+    """
+    norm = getattr(table.owner, "per_layer_projection_norm", None)
+    return norm is not None and any(p.requires_grad for p in norm.parameters())
+
+
 def _refuse(table: Table) -> None:
     """Raise for every table that cannot be moved, before anything changed."""
-    module, weight = table.module, table.weight
+    module, weight = table.module, table.module._parameters.get("weight")
+    if weight is None or weight.shape[0] == 0:
+        raise OffloadError(
+            f"{table.name} has no rows: its weight was taken away or is a placeholder. Load the model "
+            "with its table, then offload it."
+        )
     if isinstance(module, HostEmbedding):
         raise OffloadError(
             f"{table.name} is already offloaded to '{module._home.name}'. Call .restore() on the "

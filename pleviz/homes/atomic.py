@@ -43,5 +43,12 @@ def all_or_nothing(model: nn.Module, module: nn.Embedding) -> Iterator[None]:
                 now.update(before)
             if weight is not None:
                 weight.data = data
-                weight.requires_grad_(trainable)
+                set_trainable(weight, trainable)
             raise
+
+
+def set_trainable(weight: torch.Tensor, flag: bool) -> None:
+    """``requires_grad``, also of a weight that was made under ``torch.inference_mode``."""
+    if weight.requires_grad != flag:
+        with torch.inference_mode(weight.is_inference()):
+            weight.requires_grad_(flag)

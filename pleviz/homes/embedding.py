@@ -10,11 +10,17 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+
+from pleviz.homes.dispatch import is_wrapper
+from pleviz.homes.registration import RegistrationError
+from pleviz.table import hook_device
 
 if TYPE_CHECKING:
     from pleviz.homes.home import Home
@@ -26,20 +32,42 @@ class HostEmbedding(nn.Embedding):
     _home: Home
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        home = self._home
         if not torch.compiler.is_compiling():
+            weight = self._parameters.get("weight")
+            if weight is not self._home.parameter:
+                # a guest: torch.func.functional_call, or a replica made by DataParallel
+                return F.embedding(self._home.in_table(input), self.weight)
+            if weight.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    "the offloaded PLE table is read-only, and requires_grad was set on it. Freeze it "
+                    "(pleviz.find_table(model).weight.requires_grad_(False)), or train it after "
+                    "pleviz.restore(model)."
+                )
             self._adopt_if_replaced()
-        return home.lookup(self, input)
+        return self._home.lookup(self, input)
 
     def _adopt_if_replaced(self) -> None:
-        # resizing, load_state_dict(assign=True) and accelerate put another tensor in our place
-        if self.weight.data_ptr() != self._home.address:
-            self._home.adopt(self)
+        # resizing, load_state_dict(assign=True) and merged adapters put other values in our place
+        weight, home = self._parameters.get("weight"), self._home
+        if weight is not None and (weight is not home.parameter or weight.data_ptr() != home.address):
+            home.adopt(self)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        if name == "num_embeddings" and "_home" in self.__dict__:
-            self._adopt_if_replaced()  # the last thing transformers does when it resizes a table
+        if "_home" not in self.__dict__:
+            super().__setattr__(name, value)
+        elif name == "_old_forward":  # accelerate's first step to hang a hook on a module
+            return
+        elif name == "_hf_hook":  # it has put a tensor of its own in place: keep the table at home
+            self._parameters["weight"] = self._home.parameter
+            self._home.accelerate_hook, self._home.hooked_since = value, True
+            place = hook_device(value)
+            if place is not None:
+                self._home.follow(self, self._home.host.dtype, place)
+        elif name != "forward" or not is_wrapper(value):
+            super().__setattr__(name, value)
+            # the number of rows is the last thing that transformers sets when it resizes a table
+            if name in ("weight", "num_embeddings"):
+                self._adopt_if_replaced()
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """``.to()``, ``.half()``, ``.cuda()`` …: casts reach the table, moves do not."""
@@ -48,7 +76,7 @@ class HostEmbedding(nn.Embedding):
             super()._apply(fn, recurse)
         finally:
             self._parameters["weight"] = weight
-        probe = fn(torch.empty(0, dtype=weight.dtype, device=self._home.device))
+        probe = fn(torch.empty(0, dtype=self._home.host.dtype, device=self._home.device))
         self._home.follow(self, probe.dtype, probe.device)
         return self
 
@@ -62,12 +90,11 @@ class HostEmbedding(nn.Embedding):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         home = self._home.twin()
-        weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
-        weight.data = home.weight_data()
-        memo[id(self.weight)] = weight
+        memo[id(self.weight)] = home.parameter
         state = {k: v for k, v in self.__dict__.items() if k != "_home"}
         twin.__dict__.update(copy.deepcopy(state, memo))
         twin.__dict__["_home"] = home
+        home._point(twin)
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
@@ -75,19 +102,31 @@ class HostEmbedding(nn.Embedding):
         state = {k: v for k, v in self.__dict__.items() if k != "_home"}
         weight = nn.Parameter(self._home.host, requires_grad=self._home.was_trainable)
         state["_parameters"] = {**self._parameters, "weight": weight}
-        return _unpickle, (original_class(self), state, self._home.kind, str(self._home.device))
+        home = self._home
+        return _unpickle, (original_class(self), state, home.kind, str(home.device), home.settings())
 
 
-def _unpickle(cls: type[nn.Embedding], state: dict, kind: str, device: str) -> nn.Embedding:
+def _unpickle(
+    cls: type[nn.Embedding], state: dict, kind: str, device: str, settings: dict[str, Any]
+) -> nn.Embedding:
     from pleviz.homes.home import attach  # not at import: home.py needs this module
 
     module = cls.__new__(cls)
     nn.Module.__init__(module)
     module.__dict__.update(state)
     there = torch.device(device)
+    for buffer in module._buffers.values():  # its scale; torch.load(map_location=…) moved it
+        there = buffer.device
     if there.type == "cuda" and not torch.cuda.is_available():
         there = torch.device("cpu")
-    attach(module, "cpu" if there.type == "cpu" else kind, there)
+    try:
+        home = attach(module, "cpu" if there.type == "cpu" else kind, there)
+    except RegistrationError as error:
+        home = attach(module, "cpu", there)
+        warnings.warn(f"pleviz: rows of the table are gathered on the CPU: {error}", stacklevel=2)
+    home.__dict__.update(settings)
+    if there.type == "cpu":
+        home.was_device = there
     return module
 
 

@@ -3,7 +3,8 @@
 On a GPU an id outside an embedding table is not a Python error but a device-side assert that
 ends the CUDA context. While a table is offloaded, ids are checked on the host at the start of a
 forward pass. Single-token steps that continue a cache are not checked: their ids are the model's
-own output, and reading them on the host would add a synchronisation to every step.
+own output, and reading them on the host would add a synchronisation to every step. Only where the
+table has fewer rows than the model has output ids, they are.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pleviz.homes.embedding import HostEmbedding
 from pleviz.homes.gather import check_ids
 
 
@@ -21,40 +23,54 @@ class IdGuard:
 
     Args:
         embedding: the token embedding, which sees every id first.
-        table: the PLE table's module, or ``None`` where the model itself handles ids outside it.
+        table: the PLE table's module. Once it is no longer offloaded, the guard takes itself off.
+        limits: whether an id outside the table is an error; otherwise the model has a rule for it.
     """
 
-    def __init__(self, embedding: nn.Module, table: nn.Module | None) -> None:
+    def __init__(self, embedding: nn.Module, table: nn.Module, *, limits: bool) -> None:
         self.embedding = embedding
         self.table = table
+        self.limits = limits
 
     def __call__(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling():
             return
+        if not isinstance(self.table, HostEmbedding):  # restored through a part of the model
+            remove_guards(module, self)
+            return
         ids = kwargs.get("input_ids", args[0] if args else None)
-        if not isinstance(ids, torch.Tensor) or ids.dtype.is_floating_point:
+        # not a subclass: a FakeTensor has no values to look at
+        if type(ids) is not torch.Tensor or ids.dtype.is_floating_point:
             return
-        cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        if ids.shape[-1] == 1 and cache is not None:
-            return
-        rows, what = self.embedding.weight.shape[0], "the token embedding"
-        if self.table is not None and self.table.num_embeddings < rows:
+        rows, what = rows_of(self.embedding), "the token embedding"
+        smaller = self.limits and self.table.num_embeddings < rows
+        if smaller:
             rows, what = self.table.num_embeddings, "the PLE table"
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        # a smaller table is no match for the model's own output: check every step then
+        if ids.shape[-1] == 1 and cache is not None and not smaller:
+            return
         check_ids(ids, rows, what)
 
 
-def add_guards(owner: nn.Module, root: nn.Module, table: nn.Module | None) -> None:
+def rows_of(embedding: nn.Module) -> int:
+    """How many ids an embedding knows. The shape of its weight may be that of 4-bit packed bytes."""
+    rows = getattr(embedding, "num_embeddings", None)
+    return embedding.weight.shape[0] if rows is None else rows
+
+
+def add_guards(owner: nn.Module, root: nn.Module, table: nn.Module, *, limits: bool) -> None:
     """Guard every module between ``root`` and the text model that looks ids up itself."""
-    guard = IdGuard(owner.get_input_embeddings(), table)
+    guard = IdGuard(owner.get_input_embeddings(), table, limits=limits)
     for module in root.modules():
         if module is owner or getattr(module, "language_model", None) is owner:
             module.register_forward_pre_hook(guard, with_kwargs=True)
 
 
-def remove_guards(root: nn.Module) -> None:
-    """Remove every guard below ``root``."""
+def remove_guards(root: nn.Module, only: IdGuard | None = None) -> None:
+    """Remove every guard below ``root``, or ``only`` one."""
     for module in root.modules():
         for key, hook in list(module._forward_pre_hooks.items()):
-            if isinstance(hook, IdGuard):
+            if isinstance(hook, IdGuard) and hook is (only or hook):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -9,9 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from pleviz.homes import gather
+from pleviz.homes.atomic import set_trainable
 from pleviz.homes.embedding import HostEmbedding, host_class, original_class
-from pleviz.homes.registration import empty_pages, is_file_backed, map_to_device
-from pleviz.homes.shard import TableInShard, map_table
+from pleviz.homes.registration import (
+    RegistrationError,
+    empty_pages,
+    is_file_backed,
+    map_to_device,
+)
+from pleviz.homes.shard import TableInShard, map_table, same_bits
 
 
 class Home:
@@ -32,7 +39,10 @@ class Home:
         self.was_device = host.device
         self.joins_model = True  # restored onto the model's device, rather than to was_device
         self.was_trainable = False
+        self.neighbour_trained = False  # whether the rest of the text model was trainable, too
+        self.parameter = nn.Parameter(host.new_empty(0), requires_grad=False)  # the module's own
         self.accelerate_hook: Any = None  # taken off the module while it is offloaded
+        self.hooked_since = False  # the hook came when the table was in this home
         self.row_zero_outside = False  # Gemma 3n: an id without a row reads row 0
         self.rows_moved = 0
         self.address = 0
@@ -70,39 +80,74 @@ class Home:
             return ids
         return torch.where((ids >= 0) & (ids < self.host.shape[0]), ids, 0)
 
+    @torch.inference_mode(False)  # the table outlives a caller's block
     def follow(self, module: HostEmbedding, dtype: torch.dtype, device: torch.device) -> None:
         """The model was cast or moved: cast the table where it is, and serve the new device."""
+        if dtype == self.host.dtype and device in (self.device, torch.device("meta")):
+            return
         if device.type != "meta":
             self.device = device
         if dtype != self.host.dtype:
             self.host, self.shard = self.host.to(dtype), None
-        module.weight.data = self.weight_data()
+        self._point(module)
 
+    @torch.inference_mode(False)  # the table outlives a caller's block
     def adopt(self, module: HostEmbedding) -> None:
         """Another tensor was put in the table's place: take it home."""
         weight = module._parameters["weight"]
-        if weight.is_meta:
-            raise RuntimeError(
-                "the offloaded PLE table was replaced by a meta tensor, which has no values. Restore "
-                "the table before dispatching the model with accelerate."
-            )
+        if weight.is_meta:  # accelerate emptied it; the values are here
+            module._parameters["weight"] = self.parameter
+            return
         self.host, self.shard = weight.detach().to("cpu").contiguous(), None
-        weight.requires_grad_(False)
-        weight.data = self.weight_data()
+        self.parameter = weight
+        set_trainable(weight, False)
+        self._point(module)
 
+    @torch.inference_mode(False)  # the table outlives a caller's block
     def make_writable(self, module: HostEmbedding) -> None:
         """Called before values are written into the table: leave a read-only file for RAM."""
         if self.shard is not None:
             self.host, self.shard = _own_copy(self.host), None
-            module.weight.data = self.weight_data()
+            self._point(module)
 
+    def _point(self, module: HostEmbedding) -> None:
+        """Point the parameter at ``host``; if that cannot be page-locked, gather rows on the CPU."""
+        try:
+            self.parameter.data = self.weight_data()
+        except RegistrationError as error:
+            instead = CpuHome(self.host if self.shard is None else _own_copy(self.host), self.device)
+            instead.parameter, instead.accelerate_hook = self.parameter, self.accelerate_hook
+            instead.__dict__.update(self.settings())
+            module.__dict__["_home"] = instead
+            self.parameter.data = instead.weight_data()
+            warnings.warn(
+                f"pleviz: rows of the table are gathered on the CPU: {error}", stacklevel=2
+            )
+
+    def settings(self) -> dict[str, Any]:
+        """What a copy of the model needs to know to be restored like this one."""
+        names = ("was_device", "joins_model", "was_trainable", "neighbour_trained", "row_zero_outside")
+        return {name: self.__dict__[name] for name in names}
+
+    @torch.inference_mode(False)  # the table outlives a caller's block
     def twin(self) -> Home:
         """An independent home with the same values, for a deep copy of the module."""
-        host = _own_copy(self.host) if self.shard is None else self.map_shard(self.shard)
-        other = type(self)(host, self.device, self.shard)
-        other.was_device, other.joins_model = self.was_device, self.joins_model
-        other.was_trainable, other.row_zero_outside = self.was_trainable, self.row_zero_outside
+        host, shard = self._mapped_again(), self.shard
+        if host is None:
+            host, shard = _own_copy(self.host), None
+        other = type(self)(host, self.device, shard)
+        other.__dict__.update(self.settings())
         return other
+
+    def _mapped_again(self) -> torch.Tensor | None:
+        """A second map of the file; ``None`` without a file or if it no longer holds these values."""
+        if self.shard is None:
+            return None
+        try:
+            host = self.map_shard(self.shard)
+        except (OSError, ValueError):  # deleted, or another file by now
+            return None
+        return host if same_bits(host, self.host) else None
 
 
 class CpuHome(Home):
@@ -179,13 +224,13 @@ def attach(
         host = original.contiguous()
     home = HOMES[kind](host, device, shard)
     home.was_device, home.joins_model = original.device, original.device == device
-    home.was_trainable = weight.requires_grad
+    home.was_trainable, home.parameter = weight.requires_grad, weight
     data = home.weight_data()
     if on_accelerator and shard is None:
         home.host.copy_(original)  # after registering: page-locked memory is copied to faster
     cls = type(module)
     try:
-        weight.requires_grad_(False)
+        set_trainable(weight, False)
         weight.data = data
         module.__dict__["_home"] = home
         module.__class__ = host_class(cls)
@@ -193,7 +238,7 @@ def attach(
         module.__class__ = cls
         module.__dict__.pop("_home", None)
         weight.data = original
-        weight.requires_grad_(home.was_trainable)
+        set_trainable(weight, home.was_trainable)
         raise
     return home
 
@@ -207,4 +252,4 @@ def detach(module: HostEmbedding, device: torch.device) -> None:
     module.__class__ = original_class(module)
     del module.__dict__["_home"]
     module.weight.data = data
-    module.weight.requires_grad_(home.was_trainable)
+    set_trainable(module.weight, home.was_trainable or module.weight.requires_grad)
