@@ -105,19 +105,14 @@ class HostView:
             # noted before it is done: an interrupt between the two must not leak it
             _LIVE[address] = nbytes
             undo = weakref.finalize(self, _unregister, address, host, os.getpid())
-            code = int(
-                torch.cuda.cudart().cudaHostRegister(
-                    address, nbytes, PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
-                )
+            result = torch.cuda.cudart().cudaHostRegister(
+                address, nbytes, PORTABLE | MAPPED | (READ_ONLY if read_only else 0)
             )
-        if code:
+        if int(result):
             undo.detach()
             del _LIVE[address]
-            reason = torch.cuda.cudart().cudaGetErrorString(code)
             _clear_cuda_error(device)
-            raise RegistrationError(
-                f"cudaHostRegister of {nbytes:,} bytes failed with error {code} ({reason})"
-            )
+            raise RegistrationError(f"cudaHostRegister of {nbytes:,} bytes failed: {_text(result)}")
         _VIEWS[address] = self
 
 
@@ -129,12 +124,11 @@ def _unregister(address: int, host: torch.Tensor, pid: int) -> None:
     if _LIVE.pop(address, None) is None:
         return
     torch.cuda.synchronize()  # a kernel may still be reading
-    code = int(torch.cuda.cudart().cudaHostUnregister(address))
-    if code:
-        reason = torch.cuda.cudart().cudaGetErrorString(code)
+    result = torch.cuda.cudart().cudaHostUnregister(address)
+    if int(result):
         _clear_cuda_error(torch.device("cuda"))
-    if code and code != _NOT_REGISTERED:
-        warnings.warn(f"pleviz: cudaHostUnregister failed with error {code} ({reason})", stacklevel=2)
+    if int(result) not in (0, _NOT_REGISTERED):
+        warnings.warn(f"pleviz: cudaHostUnregister failed: {_text(result)}", stacklevel=2)
 
 
 def _text(result: Any) -> str:
