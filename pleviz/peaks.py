@@ -1,9 +1,10 @@
 """What one forward pass needs on top of the weights: an estimate, stage by stage. No torch.
 
 The estimate follows the transformers code of both families: at each stage it adds up the tensors
-that are alive at once. Attention is taken to run in a fused kernel (``sdpa``), so scores are not
-counted, and every prompt token to pass every layer (newer transformers versions let only the last
-token into Gemma 4's KV-shared layers when only its logits are asked for, and stay below).
+that are alive at once. It takes attention to run in a fused kernel (``sdpa``), so scores are not
+counted; prompts to be unpadded; and every prompt token to pass every layer. (Newer transformers
+versions let only the last token into Gemma 4's KV-shared layers when only its logits are asked for,
+and may stay below.) Mixtures of experts and the towers' own activations are not in it.
 """
 
 from __future__ import annotations

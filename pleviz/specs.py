@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from pleviz import tensors
+from pleviz.format import fmt_count, html_table, text_table
 
 if TYPE_CHECKING:
     import torch
@@ -97,6 +98,29 @@ class Spec:
         """Shape of the PLE table, ``[rows, num_hidden_layers × hidden_size_per_layer_input]``."""
         width = self.num_hidden_layers * self.hidden_size_per_layer_input
         return self.vocab_size_per_layer_input, width
+
+    def _rows(self) -> list[tuple[str, str]]:
+        sliding, full = (self.layer_types.count(kind) for kind in (SLIDING, FULL))
+        widths = sorted(set(self.intermediate_sizes))
+        heads = sorted({*zip(self.head_dims, self.kv_heads, strict=True)})
+        rows, width = self.table_shape
+        return [
+            ("parameters, text model", fmt_count(self.parameters())),
+            ("PLE table", f"{rows:,} × {width:,}, {fmt_count(rows * width)}"),
+            ("vocabulary", f"{self.vocab_size:,}"),
+            ("hidden size", str(self.hidden_size)),
+            ("layers", f"{sliding} sliding ({self.sliding_window} tokens), {full} full"),
+            ("layers with shared keys and values", str(self.num_kv_shared_layers)),
+            ("FFN widths", ", ".join(map(str, widths))),
+            ("query heads", str(self.num_attention_heads)),
+            ("key/value heads × width", ", ".join(f"{kv} × {dim}" for dim, kv in heads)),
+        ]
+
+    def __str__(self) -> str:
+        return text_table((self.name, self.family), self._rows())
+
+    def _repr_html_(self) -> str:
+        return html_table((self.name, self.family), self._rows())
 
     def tensors(self, towers: bool = False) -> tuple[tensors.TensorShape, ...]:
         """Every parameter tensor, in the order of the model's ``named_parameters()``.
@@ -259,8 +283,13 @@ def build(
         dtype: of the parameters; bfloat16 by default.
         seed: a seed gives the same weights, bit by bit, on every device.
 
+    Weights are nearly normal with the config's ``initializer_range``; norms and scales have the
+    library's values, with one exception: Gemma 3n's ``altup.correct_output_scale`` is 1, because at
+    the library's 0 a new Gemma 3n ignores its table. A padding row is as random as the others.
+
     Raises:
         ValueError: unknown name or scale.
+        ImportError: Gemma 3n's vision tower needs the packages timm and pillow.
     """
     from pleviz import building
 

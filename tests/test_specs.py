@@ -154,6 +154,18 @@ def test_towers_of_unpublished_specs_are_refused():
         spec.tensors(towers=True)
 
 
+def test_a_spec_reads_well():
+    text, page = str(SPECS["gemma-4-E4B"]), SPECS["gemma-4-E4B"]._repr_html_()
+    for said in (
+        "7.46 B",
+        "262,144 × 10,752",
+        "35 sliding (512 tokens), 7 full",
+        "2 × 256, 2 × 512",
+    ):
+        assert said in text
+        assert said in page
+
+
 # ------------------------------------------------------------------ tiny models
 
 
@@ -460,6 +472,15 @@ def test_a_seed_gives_the_same_bits_on_cpu_and_cuda(name, dtype):
         assert torch.equal(a, b.cpu()), key
     for (key, a), b in zip(on_cpu.named_buffers(), on_gpu.buffers(), strict=True):
         assert torch.equal(a, b.cpu()), key
+
+
+@pytest.mark.gpu  # where timm is installed
+def test_gemma3n_with_towers_is_what_from_pretrained_would_give(tmp_path):
+    model = build("gemma-3n-E2B", towers=True, device="cuda")
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, dtype=torch.bfloat16, device_map="cuda")
+    _assert_same(model, loaded)
+    assert all(torch.isfinite(p).all() for p in model.parameters())
 
 
 @pytest.mark.gpu
