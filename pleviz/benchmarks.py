@@ -10,6 +10,7 @@ import gc
 import os
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from pleviz.homes import home_of, offload, registered_bytes
 from pleviz.homes.registration import empty_pages
 from pleviz.homes.shard import TableInShard, find_in_checkpoint, map_table
 from pleviz.memory.link import host_link_bandwidth
-from pleviz.table import find_table
+from pleviz.table import compute_device, find_table
 
 # host waits for the GPU: each of these calls is a synchronisation
 _SYNCHRONISING = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
@@ -37,7 +38,7 @@ def process_memory() -> dict[str, int]:
     return found
 
 
-def gather_rows(model: nn.Module, counts: tuple[int, ...] = (1, 64, 1000, 8500)) -> list[dict[str, Any]]:
+def gather_times(model: nn.Module, counts: tuple[int, ...] = (1, 64, 1000, 8500)) -> list[dict[str, Any]]:
     """Time the table's lookup for ``counts`` random ids: median of 9, wall clock, synchronised."""
     table = find_table(model)
     link = host_link_bandwidth()
@@ -66,6 +67,96 @@ def gather_rows(model: nn.Module, counts: tuple[int, ...] = (1, 64, 1000, 8500))
             }
         )
     return rows
+
+
+def paired_speed(
+    model: nn.Module, checkpoint: Path, *, prompt: int = 8500, rounds: int = 4, steps: int = 12
+) -> list[dict[str, Any]]:
+    """Prefill and eager decoding in every home, in turn, in one process: ratios free of its luck.
+
+    Two processes of the same model differ by a few percent in decoding, which is launch-bound; so
+    the homes take turns here, ``rounds`` times, and the medians of all their steps are compared.
+    ``model`` is wholly on the GPU.
+    """
+    table = find_table(model)
+    on_gpu = table.weight.data
+    in_ram = empty_pages(tuple(on_gpu.shape), on_gpu.dtype).copy_(on_gpu)
+    ids = torch.randint(0, table.rows, (1, prompt), generator=torch.Generator().manual_seed(0)).cuda()
+    times: dict[str, dict[str, list[float]]] = {}
+    for turn in range(rounds + 1):
+        for home in ("gpu", "mapped", "file", "cpu"):
+            table.weight.data = on_gpu if home == "gpu" else in_ram
+            handle = offload(model, home, checkpoint=checkpoint, verify=False)
+            measured = {"prefill": _prefill_times(model, ids)}
+            for batch in (1, 64):
+                measured[f"decode_{batch}"] = _step_times(model, batch, steps)
+            if turn > 0:  # the first round warms everything up
+                for what, seconds in measured.items():
+                    times.setdefault(handle.home, {}).setdefault(what, []).extend(seconds)
+            if home != "gpu":
+                _release(model)
+    table.weight.data = on_gpu
+    base = {what: statistics.median(seconds) for what, seconds in times["gpu"].items()}
+    return [
+        {
+            "home": home,
+            "what": what,
+            "median_s": statistics.median(seconds),
+            "ratio_to_gpu": statistics.median(seconds) / base[what],
+            "samples": len(seconds),
+        }
+        for home, kinds in times.items()
+        for what, seconds in kinds.items()
+    ]
+
+
+def _prefill_times(model: nn.Module, ids: torch.Tensor) -> list[float]:
+    seconds = []
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            model(ids, use_cache=True, logits_to_keep=1)
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+    return seconds[1:]
+
+
+def _step_times(model: nn.Module, batch: int, steps: int) -> list[float]:
+    step, token = _decoder(model, batch)
+    seconds = []
+    for turn in range(steps + 2):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        token = step(token)
+        torch.cuda.synchronize()
+        if turn >= 2:
+            seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def _decoder(
+    model: nn.Module, batch: int
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """One greedy step with a dynamic cache, and the tokens that a 64-token prompt leads to.
+
+    Gemma 3n's head has ids beyond its table; random weights would choose them, and some versions of
+    transformers then crash on a GPU. So the choice is among the table's rows.
+    """
+    from transformers import DynamicCache
+
+    config = model.config.get_text_config()
+    rows = find_table(model).rows
+    device = compute_device(find_table(model).owner)
+    cache = DynamicCache(config=config)
+
+    def step(token: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            return logits[..., :rows].argmax(-1)
+
+    prompt = torch.randint(3, rows, (batch, 64), generator=torch.Generator().manual_seed(0))
+    return step, step(prompt.to(device))
 
 
 def attach(model: nn.Module, checkpoint: Path) -> list[dict[str, Any]]:
@@ -153,25 +244,15 @@ def evict(shard: TableInShard) -> None:
 def decode_step_profile(model: nn.Module, steps: int = 3) -> dict[str, Any]:
     """Profile eager decode steps: how often the host waits for the GPU, and what the GPU does."""
     from torch.profiler import ProfilerActivity, profile
-    from transformers import DynamicCache
 
-    rows = find_table(model).rows
-    ids = torch.randint(3, rows, (1, 64), generator=torch.Generator().manual_seed(0)).cuda()
-    with torch.inference_mode():
-        cache = DynamicCache(config=model.config.get_text_config())
-
-        def step(token: torch.Tensor) -> torch.Tensor:
-            logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-            return logits[..., :rows].argmax(-1)
-
-        token = step(ids)
-        for _ in range(3):
+    step, token = _decoder(model, batch=1)
+    for _ in range(3):
+        token = step(token)
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
             token = step(token)
-        torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-            for _ in range(steps):
-                token = step(token)
-        # leaving the block synchronises once, outside the steps
+    # leaving the block synchronises once, outside the steps
     events = profiler.events()
     waits = [e for e in events if e.name in _SYNCHRONISING]
     last_launch = max((e.time_range.end for e in events if e.name == "cudaLaunchKernel"), default=0)
@@ -214,11 +295,9 @@ def greedy_trace(model: nn.Module, tokens: int) -> tuple[torch.Tensor, torch.Ten
     from transformers import DynamicCache
 
     config = model.config.get_text_config()
-    device = next(find_table(model).owner.layers.parameters()).device
-    # Gemma 3n's head has ids beyond its table; random weights would choose them, and some versions
-    # of transformers then crash on a GPU
-    rows = config.vocab_size_per_layer_input
-    token = torch.randint(3, rows, (1, 32), generator=torch.Generator().manual_seed(7)).to(device)
+    rows = find_table(model).rows  # see _decoder
+    token = torch.randint(3, rows, (1, 32), generator=torch.Generator().manual_seed(7))
+    token = token.to(compute_device(find_table(model).owner))
     out, sums = [], []
     weights = None
     with torch.inference_mode():
@@ -228,7 +307,7 @@ def greedy_trace(model: nn.Module, tokens: int) -> tuple[torch.Tensor, torch.Ten
             token = logits[:, :rows].argmax(-1, keepdim=True)
             bits = logits.view({2: torch.int16, 4: torch.int32}[logits.element_size()]).long()
             if weights is None:  # odd multipliers, one per position
-                weights = torch.arange(bits.shape[-1], device=device) * 0x9E3779B97F4A7C1 * 2 + 1
+                weights = torch.arange(bits.shape[-1], device=bits.device) * 0x9E3779B97F4A7C1 * 2 + 1
             out.append(token)
             sums.append((bits * weights).sum())
     return torch.cat(out, dim=-1)[0].cpu(), torch.stack(sums).cpu()

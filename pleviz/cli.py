@@ -193,6 +193,48 @@ def _report_row(row: Mapping[str, Any]) -> None:
 
 
 @app.command()
+def bench(
+    model: Annotated[str, typer.Option(help="The model that the checkpoint is.")],
+    checkpoint: Annotated[Path, typer.Option(help="Its folder (see `measure --keep`).")],
+    out: Annotated[Path, typer.Option(help="The record to write (JSON).")],
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the timed prefill.")] = 8500,
+) -> None:
+    """Measure the homes in detail on a GPU: in turns, attaching, gathering, a decode step's profile."""
+    from pleviz.measure.bench import bench as run
+    from pleviz.measure.driver import MeasureError
+
+    with _user_errors():
+        try:
+            record = run(model, checkpoint, out, prompt=prompt)
+        except MeasureError as error:
+            _fail(str(error))
+    typer.echo(str(record))
+
+
+@app.command()
+def greedy(
+    checkpoint: Annotated[list[str], typer.Option(help="MODEL=FOLDER; may be given several times.")],
+    out: Annotated[Path, typer.Option(help="The record to write (JSON).")],
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to decode.")] = 2287,
+    device: Annotated[str, typer.Option(help="auto, cuda, cpu …")] = "auto",
+) -> None:
+    """Decode greedily with the table on the GPU and off it, and compare the bits of every step."""
+    from pleviz.measure.bench import greedy as run
+    from pleviz.measure.driver import MeasureError
+
+    with _user_errors():
+        pairs = dict(word.partition("=")[::2] for word in checkpoint)
+        if not all(pairs.values()):
+            _fail(f"--checkpoint takes MODEL=FOLDER, not {' '.join(checkpoint)}")
+        try:
+            folders = {name: Path(folder) for name, folder in pairs.items()}
+            record = run(folders, out, tokens=tokens, device=device)
+        except MeasureError as error:
+            _fail(str(error))
+    typer.echo(str(record))
+
+
+@app.command()
 def headline(
     markdown: Annotated[bool, typer.Option("--markdown", help="As a Markdown table.")] = False,
     records: Annotated[

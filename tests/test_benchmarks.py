@@ -8,8 +8,10 @@ from tests.test_homes import DEVICES, make
 from tests.tiny import KINDS, tiny_model
 
 import pleviz
-from pleviz import benchmarks
+from pleviz import benchmarks, load_records
 from pleviz.homes import registered_bytes
+from pleviz.measure import MeasureError
+from pleviz.measure.bench import greedy
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -33,6 +35,17 @@ def test_first_touch_reads_the_file_cold_and_warm(tmp_path):
     cold, warm = benchmarks.first_touch(tmp_path, count=50)
     assert (cold["page_cache"], warm["page_cache"]) == ("cold", "warm")
     assert cold["bytes"] == 50 * 4 * 8 * 4 and cold["seconds"] > 0
+
+
+def test_greedy_record_compares_a_process_for_each_home(tmp_path):
+    pleviz.build("gemma-4-E2B", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    record = greedy({"gemma-4-E2B": tmp_path / "model"}, tmp_path / "g.json", tokens=5, device="cpu")
+    assert [row["home"] for row in record.rows] == ["gpu", "file"]
+    assert all(row["tokens_equal"] and row["checksums_equal"] for row in record.rows)
+    assert load_records(tmp_path / "g.json") == (record,)
+    with pytest.raises(MeasureError, match="greedy decoding of x gpu failed"):
+        greedy({"x": tmp_path}, tmp_path / "no.json", tokens=5, device="cpu")
+    assert not (tmp_path / "no.json").exists()
 
 
 @pytest.mark.gpu
@@ -62,8 +75,18 @@ def test_profile_counts_waits(home):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("home", ["gpu", "mapped", "cpu"])
-def test_gather_rows_reports_a_bandwidth(home):
+def test_gather_times_reports_a_bandwidth(home):
     with pleviz.offload(make("gemma4", "cuda"), home) as handle:
-        rows = benchmarks.gather_rows(handle._model, counts=(1, 100))
+        rows = benchmarks.gather_times(handle._model, counts=(1, 100))
     assert [row["ids"] for row in rows] == [1, 100]
     assert all(0 < row["seconds"] < 1 for row in rows)
+
+
+@pytest.mark.gpu
+def test_paired_speed_has_every_home(tmp_path):
+    model = make("gemma4", "cuda")
+    model.save_pretrained(tmp_path)
+    rows = benchmarks.paired_speed(model, tmp_path, prompt=64, rounds=1, steps=2)
+    assert {row["home"] for row in rows} == {"gpu", "mapped", "file", "cpu"}
+    assert all(row["ratio_to_gpu"] == 1 for row in rows if row["home"] == "gpu")
+    assert pleviz.home_of(model) == "gpu" and registered_bytes() == 0
