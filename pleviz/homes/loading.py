@@ -62,6 +62,11 @@ def load(
     cls, config, key_mapping = _model_class(config, towers)
     table_on = device if home == "gpu" else torch.device("cpu")
     placement = device_map(cls, config, device, table_on)
+    if quantization is not None and table_on != device:
+        # A weight is on the GPU in 16 bit for a moment before it is quantised. With the token
+        # embedding, which stays in 16 bit, arriving last, those moments are below the floor.
+        late = ("embed_tokens", "lm_head")
+        placement |= {name: table_on for name in placement if name.rpartition(".")[2] in late}
     model, report = cls.from_pretrained(
         name,
         config=config,
@@ -169,9 +174,13 @@ def _refuse_holes(model: nn.Module, report: Any, name: str) -> None:
 
 
 def _take_off_hooks(model: nn.Module, device: torch.device) -> None:
-    """Everything but the table is on one device now: accelerate's hooks are pure cost."""
+    """Everything but the table goes to one device: accelerate's hooks are pure cost there."""
     remove_hook_from_module(model, recurse=True)
     table = find_table(model).module
+    model.tie_weights()  # hooks replace parameters: what is tied must be one tensor before it moves
+    for parameter in model.parameters():
+        if parameter is not table.weight and parameter.device != device:
+            parameter.data = parameter.data.to(device)
     for module in model.modules():
         drop_own_forward(module)
         for name, buffer in module._buffers.items():
