@@ -151,6 +151,11 @@ def _unwrap(path: str, module: nn.Module) -> tuple[str, nn.Module, str]:
             return path, module, wrapper
 
 
+def wrapper_of(module: nn.Module) -> str:
+    """How PEFT wraps an embedding: :attr:`Table.wrapper` of the module in the table's place."""
+    return _unwrap("", module)[2]
+
+
 def _why_none(model: nn.Module) -> str:
     kind = type(model).__name__
     if any(name.rpartition(".")[2] == PROJECTION_NAME for name, _ in model.named_modules()):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -28,7 +29,7 @@ from pleviz.homes.atomic import all_or_nothing
 from pleviz.homes.dispatch import copier_in, drop_own_forward, put_hook_back, take_hook_off
 from pleviz.homes.embedding import HostEmbedding
 from pleviz.homes.guard import add_guards, remove_guards
-from pleviz.homes.home import Home, attach, detach
+from pleviz.homes.home import attach, detach
 from pleviz.homes.registration import RegistrationError, registered_bytes, why_not
 from pleviz.homes.shard import (
     TableInShard,
@@ -37,7 +38,7 @@ from pleviz.homes.shard import (
     map_table,
     same_bits,
 )
-from pleviz.table import Table, compute_device, find_table
+from pleviz.table import TABLE_NAME, Table, compute_device, find_table
 
 __all__ = [
     "HOME_NAMES",
@@ -67,13 +68,13 @@ class Offload:
     """
 
     def __init__(
-        self, model: nn.Module, home: str, reason: str, came_from: torch.device, mine: Home | None = None
+        self, model: nn.Module, home: str, reason: str, came_from: torch.device, move: object = None
     ) -> None:
         self._model: nn.Module | None = model
         self.home = home
         self.reason = reason
         self._came_from = came_from
-        self._mine = mine
+        self._move = move
 
     @property
     def table(self) -> Table:
@@ -105,12 +106,12 @@ class Offload:
         """
         if self._model is None:
             return
-        module = find_table(self._model).module
-        if getattr(module, "_home", None) is self._mine:
-            if self._mine is None:
-                module.weight.data = module.weight.data.to(self._came_from)
-            else:
-                restore(self._model)
+        table = find_table(self._model)
+        moves = [module._home.move for module in _offloaded(table)]
+        if self._move in moves:
+            restore(self._model)
+        elif self._move is None and not moves:
+            table.weight.data = table.weight.data.to(self._came_from)
         self._model = None
 
     def _live(self) -> nn.Module:
@@ -202,7 +203,7 @@ def offload(
         reason = "the GPU can read host memory in place"
     else:
         reason = "you asked for it"
-    handle = Offload(model, attached.name, reason, came_from, attached)
+    handle = Offload(model, attached.name, reason, came_from, attached.move)
     try:
         _free_cache(came_from)
     except BaseException:
@@ -219,21 +220,32 @@ def restore(model: nn.Module) -> None:
         OffloadError: its table is not offloaded.
     """
     table = find_table(model)
-    if not isinstance(table.module, HostEmbedding):
+    modules = _offloaded(table)
+    if not modules:
         raise OffloadError("the table is not offloaded: there is nothing to restore")
-    module, home, hook = table.module, table.module._home, table.module._home.accelerate_hook
-    if home.hooked_since and not any("_hf_hook" in m.__dict__ for m in model.modules()):
-        hook = None  # accelerate's hooks were removed from the model again
-    device = compute_device(table.owner) if home.joins_model else home.was_device
-    if copier_in(hook) is not None:  # the hook will bring the table to the GPU when it is used
-        device = torch.device("cpu")
-    with all_or_nothing(model, module):
-        if home.neighbour_trained and not _neighbour_is_trainable(table):
-            home.was_trainable = False  # PEFT, or requires_grad_(False), froze the whole model
-        detach(module, device)
+    still_hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(all_or_nothing(model, module))
+        for module in modules:
+            home = module._home
+            hook = home.accelerate_hook
+            if home.hooked_since and not still_hooked:
+                hook = None  # accelerate's hooks were removed from the model again
+            if home.neighbour_trained and not _neighbour_is_trainable(table):
+                home.was_trainable = False  # PEFT, or requires_grad_(False), froze the whole model
+            device = compute_device(table.owner) if home.joins_model else home.was_device
+            # a hook that copies weights in brings the table to the GPU only when it is used
+            detach(module, device if copier_in(hook) is None else torch.device("cpu"))
+            if hook is not None:
+                put_hook_back(module, hook)
         remove_guards(model)
-        if hook is not None:
-            put_hook_back(module, hook)
+
+
+def _offloaded(table: Table) -> list[HostEmbedding]:
+    """Every offloaded module in the table's place: PEFT may keep a copy of it beside the original."""
+    place = getattr(table.owner, TABLE_NAME)
+    return [module for module in place.modules() if isinstance(module, HostEmbedding)]
 
 
 def home_of(model: nn.Module) -> str:
@@ -284,13 +296,18 @@ def _refuse(table: Table) -> None:
             f"the forward of {table.name} was replaced on the instance (a hand-made offload?). "
             "Undo that first: `del pleviz.find_table(model).module.forward`."
         )
-    deliberate = table.wrapper in ("modules_to_save", "trainable_tokens")
-    if weight.requires_grad and (deliberate or module.training):
+    if table.wrapper == "trainable_tokens":
+        raise OffloadError(
+            f"{table.name} has trainable tokens (trainable_tokens of PEFT): each step copies all of it "
+            "on the device that computes. Merge them (model.merge_and_unload()), and offload then."
+        )
+    if weight.requires_grad and (table.wrapper == "modules_to_save" or module.training):
         raise OffloadError(
             f"{table.name} is being trained (requires_grad=True, "
-            f"{table.wrapper if deliberate else 'model.train()'}): an offloaded table is read-only. "
-            "Freeze it with `pleviz.find_table(model).weight.requires_grad_(False)`, or call "
-            "model.eval(), and offload again."
+            f"{'model.train()' if table.wrapper != 'modules_to_save' else table.wrapper}): an offloaded "
+            "table is read-only. Freeze it with "
+            "`pleviz.find_table(model).weight.requires_grad_(False)`, or call model.eval(), and "
+            "offload again."
         )
 
 

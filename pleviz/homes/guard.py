@@ -16,6 +16,7 @@ from torch import nn
 
 from pleviz.homes.embedding import HostEmbedding
 from pleviz.homes.gather import check_ids
+from pleviz.table import TABLE_NAME, wrapper_of
 
 
 class IdGuard:
@@ -38,6 +39,7 @@ class IdGuard:
         if not isinstance(self.table, HostEmbedding):  # restored through a part of the model
             remove_guards(module, self)
             return
+        _refuse_trainable_tokens(module)
         ids = kwargs.get("input_ids", args[0] if args else None)
         # not a subclass: a FakeTensor has no values to look at
         if type(ids) is not torch.Tensor or ids.dtype.is_floating_point:
@@ -51,6 +53,16 @@ class IdGuard:
         if ids.shape[-1] == 1 and cache is not None and not smaller:
             return
         check_ids(ids, rows, what)
+
+
+def _refuse_trainable_tokens(owner: nn.Module) -> None:
+    """PEFT's trainable tokens copy the whole table at each step: that is no offload any more."""
+    place = getattr(owner, TABLE_NAME, None)
+    if place is not None and wrapper_of(place) == "trainable_tokens":
+        raise RuntimeError(
+            "trainable tokens were put on the offloaded PLE table: each step would copy all of it. "
+            "Call pleviz.restore(model) to train them."
+        )
 
 
 def rows_of(embedding: nn.Module) -> int:

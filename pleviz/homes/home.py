@@ -36,6 +36,7 @@ class Home:
         self.host = host
         self.device = device
         self.shard = shard
+        self.move = object()  # which call of offload() this home comes from
         self.was_device = host.device
         self.joins_model = True  # restored onto the model's device, rather than to was_device
         self.was_trainable = False
@@ -116,8 +117,9 @@ class Home:
             self.parameter.data = self.weight_data()
         except RegistrationError as error:
             instead = CpuHome(self.host if self.shard is None else _own_copy(self.host), self.device)
-            instead.parameter, instead.accelerate_hook = self.parameter, self.accelerate_hook
             instead.__dict__.update(self.settings())
+            for name in ("move", "parameter", "accelerate_hook", "hooked_since"):
+                instead.__dict__[name] = self.__dict__[name]
             module.__dict__["_home"] = instead
             self.parameter.data = instead.weight_data()
             warnings.warn(
