@@ -170,6 +170,12 @@ def offload(
     _refuse(table)
     came_from = table.weight.device
     if home == "gpu":
+        if came_from.type == "meta":
+            raise OffloadError(
+                f"{table.name} is kept elsewhere by accelerate, whose hook copies it in at each step. For "
+                "home 'gpu' load the model without a device_map, or take the hooks off first "
+                "(accelerate.hooks.remove_hook_from_submodules(model))."
+            )
         if came_from != device:
             table.weight.data = table.weight.data.to(device)
         return Offload(model, "gpu", f"the table is on {device}, where the model computes", came_from)
