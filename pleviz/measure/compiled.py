@@ -15,9 +15,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.cache_utils import Cache
 
-WARM_UP = 8
-"""Steps until nothing more is compiled or recorded: transformers' cache counts its tokens in an
-integer, which makes a second graph at step 2; CUDA graphs are recorded at the steps after."""
+WARM_UP = 6
+"""Steps until nothing more is compiled or recorded: step 1 compiles, the next two record CUDA graphs."""
 
 
 class CompiledDecoder:
@@ -41,12 +40,8 @@ class CompiledDecoder:
         backend: str = "inductor",
         fullgraph: bool = True,
     ) -> None:
-        from transformers import StaticCache
-
         rows, name = find_table(model).rows, cache_name(model)
-        cache = StaticCache(
-            config=model.config.get_text_config(decoder=True), max_cache_len=max_tokens
-        )
+        cache = static_cache(model, max_tokens)
         self.tokens = greedy(prefill(model, ids, cache).logits, rows)
         _fix_shapes(self.tokens, cache)
 
@@ -66,6 +61,22 @@ class CompiledDecoder:
         torch.compiler.cudagraph_mark_step_begin()  # the last step's output has been copied out
         with torch.no_grad():
             self.tokens.copy_(self._step(self.tokens))
+
+
+def static_cache(model: PreTrainedModel, max_tokens: int) -> Cache:
+    """A static cache in which every layer has room for ``max_tokens``, sliding-window layers too.
+
+    transformers' own sliding layer keeps its length as a Python integer as well. In a compiled step
+    that is one more input, of another value each time, and CUDA graphs are recorded anew for each.
+    Up to the window's length both kinds of layer hold the same tensors.
+    """
+    from transformers import StaticCache
+    from transformers.cache_utils import StaticLayer
+
+    config = model.config.get_text_config(decoder=True)
+    cache = StaticCache(config=config, max_cache_len=max_tokens)
+    cache.layers = [StaticLayer(max_cache_len=max_tokens) for _ in cache.layers]
+    return cache
 
 
 def _fix_shapes(tokens: torch.Tensor, cache: Cache) -> None:

@@ -44,7 +44,8 @@ def method_notes(options: Options) -> dict[str, str]:
     if options.compiled:
         return notes | {
             "decode": f"{tok_s}; torch.compile (CUDA: mode='reduce-overhead') of the whole step with "
-            "transformers' StaticCache, after an eager prefill; in one graph (fullgraph) or with breaks",
+            "transformers' StaticCache, every layer as long as prompt and steps (shorter than the sliding "
+            "window), after an eager prefill; in one graph (fullgraph) or with breaks",
             "compile_s": "until the first steps had run, of all rows at the same time on shared "
             "processors; only the decoding was timed alone",
             "ratio_to_gpu": "of tok_s",
