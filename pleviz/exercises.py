@@ -6,7 +6,6 @@ so it cannot drift from them. So are the answers that a known mistake leads to, 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ class Exercise:
     """Said after a right answer."""
     hint: str
     """Said after a wrong answer that no mistake explains."""
-    mistakes: tuple[Mistake, ...] = ()
+    mistakes: tuple[Mistake, ...]
     tolerance: float = 0.01
     """Relative: what rounding to two or three digits may cost."""
 
@@ -257,17 +256,21 @@ def judge(key: str, answer: float | str | None) -> Verdict:
         return Verdict(False, f"no answer yet: put {_wanted(exercise)} in its place.")
     if isinstance(exercise, Choice):
         return _judge_choice(exercise, answer)
-    number = _number(answer, exercise.unit)
-    if number is None:
+    readings = _readings(answer, exercise.unit)
+    if not readings:
         return Verdict(False, f"cannot read {answer!r}: give {_wanted(exercise)}.")
-    if _close(number, exercise.answer(), exercise.tolerance):
+
+    def off(wanted: float) -> float:
+        return min(abs(number - wanted) / abs(wanted) for number in readings)
+
+    if off(exercise.answer()) <= exercise.tolerance:
         return Verdict(
             True, f"right, {_shown(exercise.answer(), exercise.unit)}: {exercise.because}."
         )
-    # the nearest known mistake: two of them may be within a tolerance of the answer
-    known = [m for m in exercise.mistakes if _close(number, m.answer(), exercise.tolerance)]
-    known.sort(key=lambda mistake: abs(mistake.answer() - number))
-    return Verdict(False, f"not yet: {known[0].hint if known else exercise.hint}.")
+    # the nearest known mistake: two of them may be within the tolerance of an answer
+    nearest = min(exercise.mistakes, key=lambda mistake: off(mistake.answer()))
+    explained = off(nearest.answer()) <= exercise.tolerance
+    return Verdict(False, f"not yet: {nearest.hint if explained else exercise.hint}.")
 
 
 def _judge_choice(exercise: Choice, answer: object) -> Verdict:
@@ -282,34 +285,37 @@ def _judge_choice(exercise: Choice, answer: object) -> Verdict:
 def _wanted(exercise: Exercise | Choice) -> str:
     if isinstance(exercise, Choice):
         return f"one of {', '.join(map(repr, exercise.options))}"
-    return {"%": "a number in percent"}.get(exercise.unit, f"a number of {exercise.unit}")
+    if exercise.unit in _UNITS:
+        return f"a number in {exercise.unit}, or text with a unit"
+    return "a number in percent" if exercise.unit == "%" else f"a number of {exercise.unit}"
 
 
-def _close(number: float, wanted: float, tolerance: float) -> bool:
-    return math.isclose(number, wanted, rel_tol=tolerance)
+def _readings(answer: object, unit: str) -> list[float]:
+    """What the answer may mean, in bytes, or in ``unit`` where that is not a size; [] if nothing.
 
-
-def _number(answer: object, unit: str) -> float | None:
-    """``answer`` in bytes, or in ``unit`` where that is not a size; ``None`` if it cannot be read."""
-    scale = _UNITS.get(unit, 1)
+    A size without a unit may be in the unit asked for or in bytes: the two are never confused.
+    """
+    scales = [_UNITS[unit], 1] if unit in _UNITS else [1]
     if isinstance(answer, str):
-        text = answer.replace(",", "").replace("_", "").replace("\u202f", "").strip()
+        text = re.sub(r"[,_\u202f]", "", answer).strip()
         match = re.fullmatch(r"([-+]?\d*\.?\d+(?:e[-+]?\d+)?)\s*(\S*)", text, re.IGNORECASE)
         if match is None:
-            return None
+            return []
         own = match[2]
         if own and own != unit:
             if unit not in _UNITS or own.lower() not in _NAMES:
-                return None
-            scale = _UNITS[_NAMES[own.lower()]]
+                return []
+            scales = [_UNITS[_NAMES[own.lower()]]]
+        elif own:
+            scales = scales[:1]
         answer = float(match[1])
     if isinstance(answer, bool):
-        return None
+        return []
     try:
         number = float(answer)  # type: ignore[arg-type]  # also numpy's and torch's numbers
     except (TypeError, ValueError):
-        return None
-    return number * scale
+        return []
+    return [number * scale for scale in scales]
 
 
 def _shown(number: float, unit: str) -> str:

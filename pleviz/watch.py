@@ -1,4 +1,4 @@
-"""Watch the table of a model move: bytes before and after, and memory over time around the move.
+"""Watch the table of a model move: memory over time, and three counters of it.
 
 With a CUDA device this is the real thing: real shapes, random weights, the home ``mapped``. Without
 one, shapes are shrunk and the table moves from the process' private memory to the memory map of a
@@ -11,27 +11,20 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gc
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from pleviz.budgets import budget
 from pleviz.building import build
-from pleviz.homes import home_of, offload
-from pleviz.ledger import ledger
+from pleviz.homes import offload
 from pleviz.measure.timing import prefill, random_ids
 from pleviz.memory import MemoryProbe, MemoryReport, Reading, Sample
-from pleviz.specs import SPECS, Scale, Spec, find_spec, spec_of
-from pleviz.table import find_table
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from pleviz.budgets import Budget
+from pleviz.records import load_records, new_record, write_record
+from pleviz.specs import SPECS, Spec, find_spec
 
 COUNTERS = ("allocated", "reserved", "device_used")
 MOMENTS = {
@@ -48,42 +41,6 @@ STRETCHES = 150
 
 
 @dataclass(frozen=True)
-class BeforeAfter:
-    """What a model holds where it computes, with its table there and with its table moved."""
-
-    model: str
-    predicted: tuple[Budget, Budget]
-    held: tuple[int, int]
-    """Bytes: growth of torch's ``memory_allocated`` on CUDA, the sum of the tensors elsewhere."""
-
-
-def before_after(name: str, *, scale: Scale, device: str) -> BeforeAfter:
-    """Build a model, count, move its table (home ``mapped`` on CUDA, else ``cpu``), count again.
-
-    Raises:
-        ValueError: unknown name or scale.
-    """
-    gc.collect()
-    base = _allocated(device)
-    model = build(find_spec(name), scale=scale, device=device)
-    spec, home = spec_of(model), "mapped" if device == "cuda" else "cpu"
-    before = _held(model, device, base)
-    with offload(model, home):
-        after = _held(model, device, base)
-    return BeforeAfter(name, (budget(spec), budget(spec, home=home)), (before, after))
-
-
-def _allocated(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else 0
-
-
-def _held(model: PreTrainedModel, device: str, base: int) -> int:
-    if device == "cuda":
-        return _allocated(device) - base
-    return ledger(model).total - (0 if home_of(model) == "gpu" else find_table(model).nbytes)
-
-
-@dataclass(frozen=True)
 class Move:
     """Memory while a model is built, its table moved, and a prompt read."""
 
@@ -95,6 +52,15 @@ class Move:
     readings: Mapping[str, Mapping[str, int | None]]
     """Moment (see :data:`MOMENTS`) -> counter (see :data:`COUNTERS`) -> bytes."""
     timeline: tuple[Sample, ...]
+
+    def parts(self, moment: str) -> dict[str, int]:
+        """What ``nvidia-smi`` shows at that moment, in three parts: tensors, cache, the rest."""
+        used = self.readings[moment]
+        return {
+            "allocated": used["allocated"],
+            "cache": used["reserved"] - used["allocated"],
+            "outside": used["device_used"] - used["reserved"],
+        }
 
     def to_row(self) -> dict[str, Any]:
         """As it stands in a record: units in the names."""
@@ -222,10 +188,19 @@ def _thinned(samples: tuple[Sample, ...]) -> tuple[Sample, ...]:
     return tuple(sorted(kept, key=lambda sample: sample.seconds))
 
 
+def recorded_moves() -> list[tuple[Move, str]]:
+    """Moves watched on a GPU, from the records, oldest first, and where they come from."""
+    return [
+        (Move.from_row(row), f"recorded: {record.provenance}")
+        for record in load_records()
+        if record.kind == "move" and record.hardware.get("gpu")
+        for row in record.rows
+    ]
+
+
 def main() -> None:
     """Watch all models move and write what was seen as a record of kind ``"move"``."""
     from pleviz.measure.machine import inspect_machine
-    from pleviz.records import new_record, write_record
 
     parser = argparse.ArgumentParser(prog="python -m pleviz.watch", description=main.__doc__)
     parser.add_argument("--out", required=True, help="the record to write, a JSON file")

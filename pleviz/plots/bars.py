@@ -10,7 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from pleviz.format import fmt_bytes
-from pleviz.plots.style import GREY, GRID, PARTS, SKY, VERMILION, empty_figure, unit_for
+from pleviz.plots.style import GREY, PARTS, SKY, VERMILION, empty_figure, unit_for
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def stacked_bars(
     every = [bar for view in views.values() for bar in view]
     shown = [part for part in PARTS if any(bar.folded()[part] for bar in every)]
     scale, unit = unit_for(max(bar.most for bar in every))
-    alt = f"Stacked bars by part of the model. {'; '.join(map(str, first))}."
+    alt = f"Stacked bars. {'; '.join(map(str, first))}."
     if others:
         alt = f"Buttons choose {', '.join(views)}. With {next(iter(views))}: {alt}"
 
@@ -161,7 +161,7 @@ def _add_buttons(fig: go.Figure, traces: Mapping[str, Sequence[Any]]) -> None:
     menu = {"type": "buttons", "direction": "right", "buttons": buttons, "showactive": True}
     place = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 6}}
     # the button in use has a near-white ground in every theme, so its text must stay grey
-    look = {"bgcolor": GRID, "bordercolor": GREY, "font": {"color": GREY}}
+    look = {"bgcolor": "rgba(0,0,0,0)", "bordercolor": GREY, "font": {"color": GREY}}
     fig.update_layout(updatemenus=[menu | place | look])
 
 

@@ -41,9 +41,7 @@ def intensity_chart(
     bandwidth × intensity left of the balance point, peak arithmetic right of it.
     """
     labels = list(dict.fromkeys(op.label for op in operations))
-    facts = "; ".join(
-        f"{op.label}, {op.tokens:,} tokens: {op.intensity:.3g} FLOP per byte" for op in operations
-    )
+    facts = "; ".join(f"{label}: {_in_words(operations, label)}" for label in labels)
     balance = machines[0].balance
     alt = f"Roofline chart of {machines[0].name}, balance at {balance:.0f} FLOP per byte. {facts}."
     fig = empty_figure(title, height=490, alt=alt)
@@ -78,6 +76,14 @@ def intensity_chart(
     return fig
 
 
+def _in_words(operations: Sequence[Operation], label: str) -> str:
+    """Intensity of one operation at each number of tokens; once where it is always the same."""
+    found = {op.tokens: f"{op.intensity:,.1f}" for op in operations if op.label == label}
+    if len(set(found.values())) == 1:
+        return f"{next(iter(found.values()))} for any number of tokens"
+    return ", ".join(f"{value} for {tokens:,}" for tokens, value in found.items()) + " tokens"
+
+
 def _points(
     operations: Sequence[Operation], machine: Machine, look: tuple[str, str, int, str]
 ) -> go.Scatter:
@@ -85,9 +91,9 @@ def _points(
     colour, symbol, size, position = look
     counts = [f"{op.tokens:,}" for op in operations]
     if len({op.intensity for op in operations}) == 1:
-        operations, counts = operations[:1], ["any number of"]
+        operations, counts = operations[:1], ["any number"]
     return go.Scatter(
-        name=f"{operations[0].label}, and tokens at once",
+        name=operations[0].label,
         x=[op.intensity for op in operations],
         y=[machine.reachable(op.intensity) / 1e12 for op in operations],
         text=counts,
