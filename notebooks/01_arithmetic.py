@@ -31,10 +31,11 @@ if importlib.util.find_spec("pleviz") is None:
 
 # %%
 import pleviz
+
+pleviz.quiet()  # no warnings or progress bars of libraries, fixed seeds
+
 from pleviz import arithmetic, fmt_bytes, plots, roofline
 from pleviz.format import fmt_count, text_table
-
-pleviz.quiet()
 
 # %% [markdown]
 # ## First, a prediction

@@ -34,13 +34,14 @@ if importlib.util.find_spec("pleviz") is None:
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", source], check=True)
 
 # %%
+import pleviz
+
+pleviz.quiet()  # no warnings or progress bars of libraries, fixed seeds
+
 import torch
 
-import pleviz
 from pleviz import compare, fmt_bytes, plots, watch
 from pleviz.format import text_table
-
-pleviz.quiet()
 
 # %% [markdown]
 # ## First, a prediction
