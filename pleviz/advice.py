@@ -74,8 +74,8 @@ def advise(
     """The best way to run a model: the least rounding first, the table on the GPU if there is room.
 
     A way fits if its estimated prefill peak leaves :data:`GPU_RESERVE` on the GPU and, with the
-    table on the host, the table leaves :data:`RAM_RESERVE` of the RAM. Page-locked memory cannot be
-    swapped out, so that holds for ``mapped`` and ``file`` alike.
+    table on the host, the table leaves :data:`RAM_RESERVE` of the RAM. With CUDA that holds for the
+    home ``file`` too, since page-locked pages stay in RAM; elsewhere its pages come and go.
 
     Args:
         name_or_spec: the model; text only.
@@ -100,7 +100,8 @@ def advise(
         if not number > 0:
             raise ValueError(f"{what} must be positive, not {number}")
     room = gpu_bytes - GPU_RESERVE
-    host = ("file" if from_file else "mapped") if cuda else "cpu"
+    host = "file" if from_file else "mapped" if cuda else "cpu"
+    must_be_in_ram = cuda or host == "cpu"
     missing = []
     for precision in precisions:
         for home in ("gpu", host):
@@ -109,7 +110,8 @@ def advise(
             if spare < 0:
                 missing.append(f"the GPU lacks {fmt_bytes(-spare)} for {precision}, {home}")
                 continue
-            if home != "gpu" and ram_bytes - RAM_RESERVE < need.table_bytes:
+            in_ram = must_be_in_ram and home != "gpu"
+            if in_ram and ram_bytes - RAM_RESERVE < need.table_bytes:
                 missing.append(f"RAM is too small for the table of {fmt_bytes(need.table_bytes)}")
                 continue
             moved = need.bytes_per_token / link_bytes_per_s
@@ -126,9 +128,9 @@ def advise(
 
 
 def _reason(home: str, *, cuda: bool) -> str:
-    return {
-        "gpu": "everything fits on the GPU, so nothing has to move",
-        "file": "the GPU reads rows from the checkpoint's own pages in RAM",
-        "mapped": "the GPU reads rows from RAM",
-        "cpu": "the CPU gathers rows" + ("" if cuda else ", as only CUDA reads host memory"),
-    }[home]
+    if home == "gpu":
+        return "everything fits on the GPU, so nothing has to move"
+    where = "the checkpoint's own pages in RAM" if home == "file" else "RAM"
+    if cuda:
+        return f"the GPU reads rows from {where}"
+    return f"the CPU gathers rows from {where}, since only CUDA reads host memory in place"

@@ -7,12 +7,14 @@ so it cannot drift from them. So are the answers that a known mistake leads to, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from pleviz.arithmetic import parameters_by_component, row_bytes, table_bytes
 from pleviz.budgets import budget
+from pleviz.exercise_kinds import Choice, Exercise, Mistake
+from pleviz.exercises_homes import HOMES
 from pleviz.roofline import MACHINES, tokens_to_reach
 from pleviz.specs import SPECS
 
@@ -25,41 +27,6 @@ READING = {"allocated": 14_900_000_000, "reserved": 15_400_000_000, "device_used
 
 _UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _NAMES = {name.lower(): name for name in _UNITS} | {"bytes": "B", "byte": "B"}
-
-
-@dataclass(frozen=True)
-class Mistake:
-    """A wrong answer that has a reason."""
-
-    answer: Callable[[], float]
-    hint: str
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """A question with a number for an answer. Sizes are in bytes inside, whatever their unit."""
-
-    unit: str
-    """``"GB"``, ``"MB"``, ``"kB"``, ``"%"`` or the thing that is counted."""
-    answer: Callable[[], float]
-    because: str
-    """Said after a right answer."""
-    hint: str
-    """Said after a wrong answer that no mistake explains."""
-    mistakes: tuple[Mistake, ...]
-    tolerance: float = 0.01
-    """Relative: what rounding to two or three digits may cost."""
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A question with a word for an answer."""
-
-    answer: Callable[[], str]
-    options: tuple[str, ...]
-    because: str
-    hints: Mapping[str, str]
-    """Wrong option -> hint."""
 
 
 @dataclass(frozen=True)
@@ -229,6 +196,7 @@ EXERCISES: Mapping[str, Exercise | Choice] = MappingProxyType(
             ),
         ),
     }
+    | HOMES
 )
 """``"<notebook>.<number>"`` -> exercise."""
 

@@ -18,7 +18,7 @@ from pleviz.specs import SPECS
 NOTEBOOKS = sorted((Path(__file__).resolve().parent.parent / "notebooks").glob("[0-9]*.py"))
 NUMBERS = {key: e for key, e in EXERCISES.items() if isinstance(e, Exercise)}
 CHOICES = {key: e for key, e in EXERCISES.items() if isinstance(e, Choice)}
-SCALE = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "%": 1, "tokens": 1}
+SCALE = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "%": 1, "tokens": 1, "ms": 1, "weights": 1, "ULP": 1}
 
 each_number = pytest.mark.parametrize("key", NUMBERS)
 
