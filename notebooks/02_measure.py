@@ -100,9 +100,8 @@ pleviz.show(plots.stacked_bars(bars, title=title, source=live[0].source), "02-li
 # The next cell does in essence this, and reads a prompt before and after the move:
 #
 # ```python
+# model = pleviz.build("gemma-4-E4B", scale="real", device="cuda")
 # with pleviz.MemoryProbe() as probe:
-#     model = pleviz.build("gemma-4-E4B", scale="real", device="cuda")
-#     probe.mark("model built")
 #     pleviz.offload(model, "mapped")
 #     probe.mark("table moved")
 # ```
@@ -113,9 +112,7 @@ pleviz.show(plots.stacked_bars(bars, title=title, source=live[0].source), "02-li
 
 # %%
 move = watch.watch_move(models[-1], device=device)
-print(
-    f"{move.model}: the table takes {fmt_bytes(move.table_bytes)}; its new home is {move.home!r}."
-)
+print(f"{move.model}: a table of {fmt_bytes(move.table_bytes)} moved to the home {move.home!r}.")
 
 # %%
 series = ("allocated", "reserved") if cuda else ("rss",)
@@ -131,7 +128,8 @@ print("It fell by the size of the table, to within 10 %:", abs(fell / move.table
 
 # %% [markdown]
 # The step at *table moved* is as high as the table is large: nothing else has moved. The prompt is read
-# again after it, with rows that come from the table's new home.
+# again after it, with rows that come from the table's new home. (In the home `file` that makes the kernel
+# map a few MB of the file. It may drop those at any time, so they are not memory that the process needs.)
 #
 # ## Recorded: real shapes on a data-centre GPU
 #

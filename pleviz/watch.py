@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -28,21 +29,22 @@ from pleviz.specs import SPECS, Spec, find_spec
 
 COUNTERS = ("allocated", "reserved", "device_used")
 MOMENTS = {
-    "before": "before the model",
-    "end": "after the prompt",
+    "before": "before the move",
+    "end": "after the move, prompt read",
     "after": "after empty_cache()",
 }
 
 
 PROMPT_TOKENS = {True: 8500, False: 16}
 """Tokens read while watching, with and without CUDA. Reading a row of a file may map 2 MB of it."""
+PAUSE_S = 0.25
 STRETCHES = 150
 """Of a timeline, at most its highest and lowest sample in each of this many stretches are kept."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Memory while a model is built, its table moved, and a prompt read."""
+    """Memory of a model while a prompt is read, its table moves, and the prompt is read again."""
 
     model: str
     home: str
@@ -107,32 +109,36 @@ class Move:
 
 
 def watch_move(name: str, *, device: str, interval_s: float = 0.01) -> Move:
-    """Build a model, read a prompt, move the table, read the prompt again, under a probe's eyes.
+    """Read a prompt, move the table, read the prompt again, under a probe's eyes.
 
-    On CUDA at real shapes with 8,500 tokens; elsewhere the model is :func:`narrow` and reads 16.
+    On CUDA at real shapes with 8,500 tokens; elsewhere the model is :func:`narrow` and reads 16. A
+    moment passes after each step, so that its level can be seen.
 
     Raises:
         ValueError: unknown name.
     """
     cuda = device == "cuda"
     spec = find_spec(name) if cuda else narrow(find_spec(name))
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        MemoryProbe(device=device, interval_s=interval_s) as probe,
-    ):
-        model = build(spec, scale="real", device=device)
-        probe.mark("model built")
-        ids = random_ids(model, 1, PROMPT_TOKENS[cuda], torch.device(device))
-        prefill(model, ids)
-        probe.mark("prompt read")
-        if cuda:
-            moved = offload(model, "mapped")
-        else:  # the file is new and right; comparing it would only read it all into memory
+    model = build(spec, scale="real", device=device)
+    ids = random_ids(model, 1, PROMPT_TOKENS[cuda], torch.device(device))
+    prefill(model, ids[:, :8])  # what the first pass sets up is not the prompt's
+    with tempfile.TemporaryDirectory() as folder:
+        if not cuda:
             model.save_pretrained(folder)
-            moved = offload(model, "file", checkpoint=folder, verify=False)
-        probe.mark("table moved")
-        prefill(model, ids)
-        probe.mark("read again")
+        with MemoryProbe(device=device, interval_s=interval_s) as probe:
+            time.sleep(PAUSE_S)
+            prefill(model, ids)
+            probe.mark("prompt read")
+            time.sleep(PAUSE_S)
+            if cuda:
+                moved = offload(model, "mapped")
+            else:  # the file is new and right; comparing it would only read it all into memory
+                moved = offload(model, "file", checkpoint=folder, verify=False)
+            probe.mark("table moved")
+            time.sleep(PAUSE_S)
+            prefill(model, ids)
+            probe.mark("read again")
+            time.sleep(PAUSE_S)
     return _move(spec, moved.home, probe.report())
 
 
