@@ -170,7 +170,8 @@ def test_every_exercise_of_a_notebook_is_asked_and_solved_there() -> None:
         for path in NOTEBOOKS
         for key in re.findall(r'(?m)^pleviz\.check\("([\d.]+)", None\)', path.read_text())
     }
-    assert asked == solved == set(EXERCISES)
+    there = {path.name[:2] for path in NOTEBOOKS}
+    assert asked == solved == {key for key in EXERCISES if key[:2] in there}
 
 
 @pytest.mark.parametrize(("key", "code"), solutions(), ids=[key for key, _ in solutions()])
