@@ -52,11 +52,16 @@ class Advice:
     def __str__(self) -> str:
         if self.need is None:
             return f"Does not fit: {self.reason}."
+        peak = fmt_bytes(self.need.prefill_peak_bytes)
+        text = (
+            f"home={self.home!r}, {self.precision}: {self.reason}. "
+            f"Peak {peak}, {fmt_bytes(self.spare_bytes)} to spare"
+        )
+        if self.home == "gpu":
+            return f"{text}."
         return (
-            f"home={self.home!r}, {self.precision}: {self.reason}. Peak "
-            f"{fmt_bytes(self.need.prefill_peak_bytes)}, {fmt_bytes(self.spare_bytes)} to spare; the "
-            f"link is busy {self.token_s * 1e6:.1f} µs per token, {self.prompt_s * 1e3:.1f} ms for "
-            f"a prompt of {self.need.context:,}."
+            f"{text}; the link is busy {self.token_s * 1e6:.1f} µs per token, "
+            f"{self.prompt_s * 1e3:.1f} ms for a prompt of {self.need.context:,}."
         )
 
 

@@ -21,8 +21,8 @@ from pleviz.homes.registration import empty_pages, map_to_device
 
 COUNTS = (1, 64, 1000, 8500)
 """Tokens looked up at once: a decode step, a batch of them, and prompts."""
-MID_SIZE = {True: 32_768, False: 8_192}
-"""Rows of the table, with CUDA and without: 0.70 and 0.18 GB in bf16 at E4B's width."""
+MID_SIZE = {True: 32_768, False: 4_096}
+"""Rows of the table, with CUDA and without: 0.70 and 0.09 GB in bf16 at E4B's width."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def time_lookups(
     device: str,
     rows: int | None = None,
     counts: Sequence[int] = COUNTS,
-    repeats: int = 5,
+    repeats: int = 3,
 ) -> list[Lookup]:
     """Time every way that ``device`` has, for each of ``counts`` random tokens.
 

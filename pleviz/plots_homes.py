@@ -119,16 +119,24 @@ def _costs_in_words(row: Mapping[str, Any]) -> str:
     return f"{peak} peak, prefill {row['prefill_s']:.2f} s, {row['decode_tok_s']:.1f} tokens/s"
 
 
-def lookup_times(lookups: Sequence[Lookup], *, title: str, source: str, alt: str) -> go.Figure:
+_LOOKUPS_ALT = (
+    "Time of one lookup against tokens looked up at once, on logarithmic axes. Copying the table "
+    "takes as long for one token as for thousands; the other ways begin far below and rise with the "
+    "number of tokens."
+)
+
+
+def lookup_times(lookups: Sequence[Lookup], *, title: str, source: str) -> go.Figure:
     """Time per lookup against tokens looked up at once; both axes are logarithmic.
 
     Args:
         lookups: from :func:`pleviz.lookups.time_lookups`.
         title: which table.
         source: which machine.
-        alt: what holds on every machine: measured times differ.
     """
-    fig = empty_figure(title, height=430, alt=alt, source=source)
+    fig = empty_figure(title, height=430, alt="", source=source)
+    # what holds on every machine: outputs of notebooks are compared, and measured times differ
+    fig.update_layout(meta={"alt": _LOOKUPS_ALT})
     for way, (name, colour, symbol) in WAYS.items():
         points = [lookup for lookup in lookups if lookup.way == way]
         if points:

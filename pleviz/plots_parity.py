@@ -141,7 +141,7 @@ def divergence(parities: Mapping[str, Parity], *, title: str, alt: str) -> go.Fi
         title: what was changed.
         alt: what holds on every machine: the shares differ with the processor.
     """
-    fig = empty_figure(title, height=450, alt=alt)
+    fig = empty_figure(title, height=470, alt=alt)
     looks = zip(
         (BLUE, VERMILION, ORANGE, PURPLE, GREEN),
         ("solid", "dash", "dot", "dashdot", "longdash"),

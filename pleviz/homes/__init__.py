@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -25,7 +24,7 @@ import torch
 from torch import nn
 
 from pleviz.format import fmt_bytes
-from pleviz.homes.atomic import all_or_nothing
+from pleviz.homes.atomic import ONE_MOVE_AT_A_TIME, AllOrNothing
 from pleviz.homes.dispatch import copier_in, drop_own_forward, put_hook_back, take_hook_off
 from pleviz.homes.embedding import HostEmbedding
 from pleviz.homes.guard import add_guards, remove_guards
@@ -165,6 +164,11 @@ def offload(
     """
     if home not in HOME_NAMES:
         raise ValueError(f"unknown home {home!r}; choose one of {', '.join(HOME_NAMES)}")
+    with ONE_MOVE_AT_A_TIME, torch.inference_mode(False):  # the table outlives a caller's block
+        return _offload(model, home, checkpoint, verify)
+
+
+def _offload(model: nn.Module, home: str, checkpoint: str | Path | None, verify: bool) -> Offload:
     table = find_table(model)
     device = compute_device(table.owner)
     _refuse(table)
@@ -187,7 +191,7 @@ def offload(
     kind = "cpu" if home == "cpu" or problem else "mapped"
     if shard is None:
         _require_ram(table, kind)
-    with all_or_nothing(model, table.module):
+    with AllOrNothing(model, table.module):
         hook = take_hook_off(table.module, device)
         if shard is not None:
             _refuse_other_table(table, shard, bits=verify)
@@ -197,7 +201,7 @@ def offload(
             problem = str(error)
             attached = attach(table.module, "cpu", device, shard)
         if problem and (home == "mapped" or (home == "file" and device.type != "cpu")):
-            warnings.warn(f"pleviz: rows of the table are gathered on the CPU: {problem}", stacklevel=2)
+            warnings.warn(f"pleviz: rows of the table are gathered on the CPU: {problem}", stacklevel=3)
         family_has_rule = table.owner.config.model_type.startswith("gemma3n")
         attached.row_zero_outside = family_has_rule
         attached.accelerate_hook = hook
@@ -225,27 +229,30 @@ def restore(model: nn.Module) -> None:
         NoTableError: the model has no PLE table.
         OffloadError: its table is not offloaded.
     """
-    table = find_table(model)
-    modules = _offloaded(table)
-    if not modules:
-        raise OffloadError("the table is not offloaded: there is nothing to restore")
-    still_hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(all_or_nothing(model, module))
-        for module in modules:
-            home = module._home
-            hook = home.accelerate_hook
-            if home.hooked_since and not still_hooked:
-                hook = None  # accelerate's hooks were removed from the model again
-            if home.neighbour_trained and not _neighbour_is_trainable(table):
-                home.was_trainable = False  # PEFT, or requires_grad_(False), froze the whole model
-            device = compute_device(table.owner) if home.joins_model else home.was_device
-            # a hook that copies weights in brings the table to the GPU only when it is used
-            detach(module, device if copier_in(hook) is None else torch.device("cpu"))
-            if hook is not None:
-                put_hook_back(module, hook)
-        remove_guards(model)
+    with ONE_MOVE_AT_A_TIME, torch.inference_mode(False):
+        table = find_table(model)
+        modules = _offloaded(table)
+        if not modules:
+            raise OffloadError("the table is not offloaded: there is nothing to restore")
+        still_hooked = any("_hf_hook" in module.__dict__ for module in model.modules())
+        with AllOrNothing(model, *modules):
+            for module in modules:
+                _bring_back(module, table, still_hooked=still_hooked)
+            remove_guards(model)
+
+
+def _bring_back(module: HostEmbedding, table: Table, *, still_hooked: bool) -> None:
+    home = module._home
+    hook = home.accelerate_hook
+    if home.hooked_since and not still_hooked:
+        hook = None  # accelerate's hooks were removed from the model again
+    if home.neighbour_trained and not _neighbour_is_trainable(table):
+        home.was_trainable = False  # PEFT, or requires_grad_(False), froze the whole model
+    device = compute_device(table.owner) if home.joins_model else home.was_device
+    # a hook that copies weights in brings the table to the GPU only when it is used
+    detach(module, device if copier_in(hook) is None else torch.device("cpu"))
+    if hook is not None:
+        put_hook_back(module, hook)
 
 
 def _offloaded(table: Table) -> list[HostEmbedding]:

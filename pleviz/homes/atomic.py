@@ -3,48 +3,62 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
 
-_ONE_MOVE_AT_A_TIME = threading.RLock()
+ONE_MOVE_AT_A_TIME = threading.RLock()
 
 
-@contextmanager
-def all_or_nothing(model: nn.Module, module: nn.Embedding) -> Iterator[None]:
-    """Undo in ``module``, its weight and the hooks below ``model`` all that a failed block did.
+class AllOrNothing:
+    """A block that, if it fails, undoes what it did to ``modules`` and to the hooks below ``model``.
 
-    Any exception counts, also a KeyboardInterrupt between two statements. One block runs at a time.
-    Tensors made in it are ordinary ones, also under ``torch.inference_mode``: they stay afterwards.
+    Any exception counts, also a KeyboardInterrupt between two statements. (Not a generator-based
+    context manager: interrupted at the very end, that would undo the finished block much later, when
+    it is collected.)
     """
-    with _ONE_MOVE_AT_A_TIME, torch.inference_mode(False):
-        weight = module._parameters.get("weight")
-        data, trainable = (None, False) if weight is None else (weight.data, weight.requires_grad)
-        cls, state = type(module), dict(module.__dict__)
-        parameters, buffers = dict(module._parameters), dict(module._buffers)
-        hooks = [
+
+    def __init__(self, model: nn.Module, *modules: nn.Embedding) -> None:
+        self.hooks = [
             (owned, dict(owned))
             for child in model.modules()
             for owned in (child._forward_pre_hooks, child._forward_pre_hooks_with_kwargs)
         ]
-        try:
-            yield
-        except BaseException:
-            module.__class__ = cls
-            for now, before in (
-                (module.__dict__, state),
-                (module._parameters, parameters),
-                (module._buffers, buffers),
-                *hooks,
-            ):
-                now.clear()
-                now.update(before)
-            if weight is not None:
-                weight.data = data
-                set_trainable(weight, trainable)
-            raise
+        self.modules = [_Before(module) for module in modules]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            return
+        for module in self.modules:
+            module.put_back()
+        _refill(self.hooks)
+
+
+class _Before:
+    """What there is of an embedding module before a move."""
+
+    def __init__(self, module: nn.Embedding) -> None:
+        self.module, self.cls = module, type(module)
+        self.contents = [
+            (owned, dict(owned)) for owned in (module.__dict__, module._parameters, module._buffers)
+        ]
+        self.weight = module._parameters["weight"]
+        self.data, self.trainable = self.weight.data, self.weight.requires_grad
+
+    def put_back(self) -> None:
+        self.module.__class__ = self.cls
+        _refill(self.contents)
+        self.weight.data = self.data
+        set_trainable(self.weight, self.trainable)
+
+
+def _refill(contents: list[tuple[dict, dict]]) -> None:
+    for now, before in contents:
+        now.clear()
+        now.update(before)
 
 
 def set_trainable(weight: torch.Tensor, flag: bool) -> None:

@@ -112,7 +112,9 @@ def greedy(
     return record
 
 
-def _greedy_job(job: tuple[str, str, int, str], _emit: Emit, _turn: Turn) -> tuple[list[int], list[int]]:
+def _greedy_job(
+    job: tuple[str, str, int, str], _emit: Emit, _turn: Turn
+) -> tuple[list[int], list[int]]:
     import torch
 
     from pleviz import benchmarks

@@ -27,7 +27,7 @@ from pleviz.measure.plan import (
 )
 from pleviz.measure.runner import Outcome, Worker, run_alone, without_paths
 from pleviz.records import Record, new_record, read_record, write_record
-from pleviz.specs import SPECS, Spec
+from pleviz.specs import SPECS
 
 _COMPLETE = ".complete"
 OnRow = Callable[[Mapping[str, Any]], None]
@@ -185,7 +185,7 @@ class _Run:
     def _models(self) -> tuple[str, ...]:
         if self.options.checkpoint is None:
             return self.options.models
-        name = _spec_of_checkpoint(self.options.checkpoint).name
+        name = _name_of_checkpoint(self.options.checkpoint)
         if self.options.models and self.options.models != (name,):
             raise MeasureError(f"the checkpoint is {name}, not {self.options.models[0]}")
         return (name,)
@@ -291,7 +291,8 @@ def _refuse_other_conditions(old: Record, new: Record, path: Path) -> None:
         )
 
 
-def _spec_of_checkpoint(checkpoint: str) -> Spec:
+def _name_of_checkpoint(checkpoint: str) -> str:
+    """The model's name if it is a known one, else its type: never the checkpoint's path."""
     from transformers import AutoConfig
 
     from pleviz.specs import spec_of
@@ -300,7 +301,8 @@ def _spec_of_checkpoint(checkpoint: str) -> Spec:
         config = AutoConfig.from_pretrained(checkpoint)
     except (OSError, ValueError) as error:
         raise MeasureError(f"cannot read the checkpoint {checkpoint}: {error}") from None
-    return spec_of(config)
+    name = spec_of(config).name
+    return name if name in SPECS else config.model_type
 
 
 class _Advance(Protocol):
