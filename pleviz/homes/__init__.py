@@ -103,15 +103,16 @@ class Offload:
         If the model was moved since, the table joins it. Does nothing the second time, or when
         something else has restored this table, or offloaded it anew, in the meantime.
         """
-        if self._model is None:
-            return
-        table = find_table(self._model)
-        moves = [module._home.move for module in _offloaded(table)]
-        if self._move in moves:
-            restore(self._model)
-        elif self._move is None and not moves:
-            table.weight.data = table.weight.data.to(self._came_from)
-        self._model = None
+        with ONE_MOVE_AT_A_TIME:
+            if self._model is None:
+                return
+            table = find_table(self._model)
+            moves = [module._home.move for module in _offloaded(table)]
+            if self._move in moves:
+                restore(self._model)
+            elif self._move is None and not moves:
+                table.weight.data = table.weight.data.to(self._came_from)
+            self._model = None
 
     def _live(self) -> nn.Module:
         if self._model is None:

@@ -17,6 +17,7 @@ _DEDUPLICATE_FROM = 256  # ids; below this, finding duplicates costs more than i
 bytes_moved: Counter[int] = Counter()
 """Bytes of rows brought to an accelerator, by the table's address."""
 
+_counting = threading.Lock()
 _per_thread = threading.local()
 
 
@@ -85,7 +86,8 @@ def gather_rows(table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         distinct, inverse = torch.unique(index, return_inverse=True)
         if 4 * distinct.numel() <= 3 * index.numel():
             index, places = distinct, inverse
-    bytes_moved[table.data_ptr()] += index.numel() * table.shape[1] * table.element_size()
+    with _counting:
+        bytes_moved[table.data_ptr()] += index.numel() * table.shape[1] * table.element_size()
     if ids.device.type == "cuda":
         rows = torch.empty((index.numel(), table.shape[1]), dtype=table.dtype, device=ids.device)
         with torch.cuda.device(ids.device):
