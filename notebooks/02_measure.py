@@ -82,7 +82,7 @@ print(f"live on {device}, {scale} shapes: {', '.join(models)}")
 
 # %%
 live = compare.live(models, scale=scale, device=device)
-print(compare.table(live))
+print(compare.table(live, f"live, {scale} shapes"))
 
 # %% [markdown]
 # Read the last column. Without a GPU it is zero: the shapes give every byte. With one it must stay below
@@ -140,11 +140,8 @@ print("It fell by the size of the table, to within 10 %:", abs(fell / move.table
 recorded = {precision: compare.recorded(precision) for precision in ("bf16", "nf4")}
 recorded = {precision: some for precision, some in recorded.items() if some}
 for precision, some in recorded.items():
-    print(f"{precision}, {some[0].source}\n{compare.table(some)}\n")
-print(
-    "models recorded:",
-    ", ".join(f"{len(s) // 2} in {p}" for p, s in recorded.items()) or "none here",
-)
+    print(compare.table(some, f"recorded, {precision}"), end="\n\n")
+print(*dict.fromkeys(some[0].source for some in recorded.values()) or ["no records here"], sep="\n")
 
 # %%
 views = {
@@ -152,11 +149,9 @@ views = {
     for precision, some in recorded.items()
 }
 if views:
-    title, source = (
-        "Before and after: bars predicted, diamonds measured",
-        recorded["bf16"][0].source,
-    )
-    pleviz.show(plots.stacked_bars(views, title=title, source=source), "02-recorded")
+    title = "Before and after the move: bars predicted, diamonds measured"
+    fig = plots.stacked_bars(views, title=title, source=recorded["bf16"][0].source)
+    pleviz.show(fig, "02-recorded")
 
 # %%
 for precision, (*_, before, after) in recorded.items():
@@ -175,8 +170,8 @@ for precision, (*_, before, after) in recorded.items():
 print(compare.costs("gemma-4-E4B"))
 
 # %% [markdown]
-# Compare the rows `gpu` and `mapped`: resident and peak fall by the same amount, the table, and the times
-# agree to a few percent.
+# Compare the rows `gpu` and `mapped`: resident and peak fall by the same amount, the table. A ratio near 1
+# says that the home costs no time.
 #
 # ## The moment of the move on a GPU
 

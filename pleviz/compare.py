@@ -118,8 +118,8 @@ def _newest(precision: str) -> dict[tuple[str, str], tuple[Mapping[str, Any], Re
     return found
 
 
-def table(comparisons: Sequence[Comparison]) -> str:
-    """Predicted and measured bytes, and how far apart they are, as text."""
+def table(comparisons: Sequence[Comparison], title: str = "") -> str:
+    """Predicted and measured bytes, and how far apart they are, as text; ``title`` heads it."""
     rows = [
         (
             seen.label,
@@ -129,16 +129,32 @@ def table(comparisons: Sequence[Comparison]) -> str:
         )
         for seen in comparisons
     ]
-    return text_table(("", "predicted bytes", "measured bytes", "difference"), rows)
+    return text_table((title, "predicted bytes", "measured bytes", "difference"), rows)
 
 
 def costs(model: str, precision: str = "bf16") -> str:
-    """Recorded memory and speed of one model in every home, as text; says so if there is nothing."""
-    rows = []
-    for (name, home), (row, _) in _newest(precision).items():
-        if name == model and "decode_tok_s" in row:
-            sizes = [fmt_bytes(row[key]) for key in ("resident_bytes", "peak_prefill_bytes")]
-            rows.append((home, *sizes, f"{row['prefill_s']:.3f}", f"{row['decode_tok_s']:.1f}"))
+    """Recorded memory and speed of one model in every home, as text; says so if there is nothing.
+
+    The ratios are to the home ``gpu``: of prefill seconds, and of tokens per second in decoding.
+    """
+    found = {home: row for (name, home), (row, _) in _newest(precision).items() if name == model}
+    found = {home: row for home, row in found.items() if "decode_tok_s" in row}
+    gpu, rows = found.get("gpu"), []
+    for home, row in found.items():
+        cells = [home, *(fmt_bytes(row[key]) for key in ("resident_bytes", "peak_prefill_bytes"))]
+        for key, digits in (("prefill_s", 3), ("decode_tok_s", 1)):
+            ratio = f"{row[key] / gpu[key]:.2f}" if gpu else ""
+            cells += [f"{row[key]:.{digits}f}", ratio]
+        rows.append(cells)
     if not rows:
         return f"No speeds of {model} in {precision} are recorded here."
-    return text_table((f"{model}, {precision}", "resident", "peak", "prefill s", "tokens/s"), rows)
+    header = (
+        f"{model}, {precision}",
+        "resident",
+        "peak",
+        "prefill s",
+        "× gpu",
+        "tokens/s",
+        "× gpu",
+    )
+    return text_table(header, rows)

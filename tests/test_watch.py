@@ -39,6 +39,7 @@ def row(home: str, resident: int, **more: Any) -> dict[str, Any]:
     return base | {"status": "ok", "resident_bytes": resident} | more
 
 
+SLOW = {"peak_prefill_bytes": 9 * 10**9, "prefill_s": 0.5, "decode_tok_s": 10.0}
 SPEED = {"peak_prefill_bytes": 11 * 10**9, "prefill_s": 0.4, "decode_tok_s": 20.0}
 
 
@@ -49,7 +50,7 @@ def with_records(monkeypatch: pytest.MonkeyPatch, *records: Record) -> None:
 
 def test_recorded_comparison_takes_the_right_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     old = record_of([row("gpu", 1), row("mapped", 2)])
-    new = record_of([row("gpu", 3, **SPEED), row("mapped", 4, **SPEED), row("cpu", 5, **SPEED)])
+    new = record_of([row("gpu", 3, **SPEED), row("mapped", 4, **SLOW), row("cpu", 5, **SPEED)])
     memory_alone = record_of([row("gpu", 6), row("mapped", 7)])
     without_gpu = record_of([row("gpu", 8), row("mapped", 9)], gpu=None)
     tiny = record_of([row("gpu", 10), row("mapped", 11)], scale="tiny")
@@ -66,7 +67,8 @@ def test_recorded_comparison_takes_the_right_rows(monkeypatch: pytest.MonkeyPatc
     assert compare.recorded("nf4") == []
     lines = compare.costs("gemma-4-E4B").splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["gpu", "mapped", "cpu"]
-    assert lines[2].split() == ["gpu", "3", "B", "11.00", "GB", "0.400", "20.0"]
+    assert lines[2].split() == ["gpu", "3", "B", "11.00", "GB", "0.400", "1.00", "20.0", "1.00"]
+    assert lines[3].split()[-4:] == ["0.500", "1.25", "10.0", "0.50"]
 
 
 def test_a_model_with_half_a_pair_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,12 @@ def _add_buttons(fig: go.Figure, traces: Mapping[str, Sequence[Any]]) -> None:
     place = {"x": 1, "xanchor": "right", "y": 1, "yanchor": "bottom", "pad": {"b": 6}}
     # the button in use has a near-white ground in every theme, so its text must stay grey
     look = {"bgcolor": "rgba(0,0,0,0)", "bordercolor": GREY, "font": {"color": GREY}}
-    fig.update_layout(updatemenus=[menu | place | look])
+    room = 36 if fig.layout.title.subtitle.text else 0  # the source may reach below the buttons
+    fig.update_layout(
+        updatemenus=[menu | place | look],
+        margin_t=fig.layout.margin.t + room,
+        height=fig.layout.height + room,
+    )
 
 
 def row_and_table(sizes: Mapping[str, tuple[int, int]], *, title: str) -> go.Figure:

@@ -127,7 +127,7 @@ def timeline(
     predicted = "".join(f"; a line at {fmt_bytes(n)}, {name}" for name, n in levels.items())
     alt = f"{', '.join(series)} over time, with marks at: {', '.join(m.event for m in marks)}"
     fig = empty_figure(title, height=420, alt=f"{alt}{predicted}.", source=source)
-    fig.update_layout(margin_t=106)  # the marks' names stand between the source and the curves
+    fig.update_layout(margin_t=fig.layout.margin.t + 22)  # for the names of the marks
     scale, unit = unit_for(max(getattr(sample, which) for sample in samples for which in series))
     for which in series:
         name, colour, dash = _SERIES[which]
@@ -141,12 +141,12 @@ def timeline(
             line={"color": colour, "width": 2.5, "dash": dash},
             hovertemplate="%{x:.2f} s: %{customdata:,} bytes<extra>" + which + "</extra>",
         )
-    for name, nbytes in levels.items():
+    for i, (name, nbytes) in enumerate(levels.items()):
         fig.add_hline(
             y=nbytes / scale,
             line={"color": VERMILION, "dash": "dash", "width": 1.5},
             annotation={"text": f"{name}: {fmt_bytes(nbytes)}", "font": {"color": VERMILION}},
-            annotation_position="top left",
+            annotation_position="bottom right" if i else "top right",
         )
     for mark in marks:
         fig.add_vline(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping
 
 import plotly.graph_objects as go
@@ -42,20 +43,21 @@ def empty_figure(title: str, *, height: int, alt: str, source: str = "") -> go.F
 
     Args:
         title: what the figure shows.
-        height: pixels, all included.
+        height: pixels, all but the lines of the source included.
         alt: the figure in words, for readers who cannot see it.
         source: where measured numbers come from.
     """
     heading = {"text": title, "font": {"size": 16}, "x": 0, "xref": "paper", "xanchor": "left"}
-    if source:
-        heading["subtitle"] = {"text": source, "font": {"size": 12}}
+    lines = textwrap.wrap(source, 90)
+    if lines:
+        heading["subtitle"] = {"text": "<br>".join(lines), "font": {"size": 12}}
     fig = go.Figure()
     fig.update_layout(
         template=None,
         title=heading | {"y": 1, "yref": "container", "yanchor": "top", "pad": {"t": 14}},
         meta={"alt": f"{title}{f' ({source})' if source else ''}. {alt}"},
-        height=height,
-        margin={"l": 10, "r": 20, "t": 84 if source else 52, "b": 56},
+        height=height + 16 * len(lines),
+        margin={"l": 10, "r": 20, "t": 52 + 16 * len(lines), "b": 56},
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": GREY, "size": 13},
