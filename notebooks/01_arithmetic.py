@@ -141,7 +141,7 @@ print(f"{h200.name}: balance at {h200.balance:.0f} FLOP per byte; a PLE row stay
 
 # %% [markdown]
 # So for the row only its bytes count, and they are few. Suppose each part of the model had to come over
-# a PCIe bus for every token, at 12 GB/s (what a T4's slot gives in practice):
+# a PCIe bus for every token, at 12 GB/s (about what PCIe 3.0 × 16 gives in practice):
 
 # %%
 bus = 12e9  # bytes per second
@@ -224,12 +224,14 @@ pleviz.show(fig, "01-precision")
 for name in limits:
     parts = pleviz.budget(name, home="mapped", precision="nf4").components
     total, embedding = sum(parts.values()), parts["token_embedding"]
-    print(f"{name} in nf4: {fmt_bytes(total)}, {fmt_bytes(embedding)} of it token embedding")
+    print(f"{name} in nf4: {fmt_bytes(total)}, {fmt_bytes(embedding)} of it token embedding;")
+    print(f"    {fmt_bytes(total - embedding // 2)} with that at 8 bits")
 
 # %% [markdown]
-# That is just above 2 and 3 GB, and a third to a half of it is a token embedding which bitsandbytes
-# leaves in 16 bits. Quantise or relocate that too, and both models fit. Note the orange bars in `nf4`:
-# bitsandbytes leaves the PLE table in 16 bits as well, so moving it matters more, not less.
+# Just above 2 and 3 GB, and a third to a half of it is a token embedding which bitsandbytes leaves in 16
+# bits. At 8 bits it would leave room for a KV cache. (Moving it off the GPU would not do: as the output head
+# it is read whole for every token.) The PLE table stays in 16 bits as well, so in `nf4` moving it matters
+# more, not less:
 
 # %%
 for home, where in homes.items():
