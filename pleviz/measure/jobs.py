@@ -123,7 +123,7 @@ def _load(job: RowJob, device: torch.device, emit: Emit) -> tuple[PreTrainedMode
             raise UnavailableError(str(error)) from None
     report = probe.report()
     base = report.resident - report.growth
-    memory = _memory(model, job.row, report, base)
+    memory = _memory(model, job, report, base)
     if remark is not None:
         memory["remark"] = remark
     if not job.row.compiled:  # compiled rows load side by side
@@ -132,27 +132,38 @@ def _load(job: RowJob, device: torch.device, emit: Emit) -> tuple[PreTrainedMode
     return model, base
 
 
-def _memory(model: PreTrainedModel, row: Row, report: MemoryReport, base: int) -> dict[str, Any]:
-    from pleviz import budget, spec_of
-
-    predicted = budget(
-        spec_of(model),
-        home="cpu" if row.home == "workaround" else row.home,
-        precision=row.precision,
-        towers=hasattr(model.config, "text_config"),
-    ).resident_bytes
+def _memory(model: PreTrainedModel, job: RowJob, report: MemoryReport, base: int) -> dict[str, Any]:
     memory: dict[str, Any] = {
         "memory_source": report.source,
         "resident_bytes": report.growth,
         "load_peak_bytes": report.peak - base,
-        "predicted_resident_bytes": predicted,
         "host_rss_bytes": report.after.rss - report.before.rss,
         "registered_bytes": report.after.registered,
         "attention": model.config.get_text_config(decoder=True)._attn_implementation,
     }
-    if report.source != "cpu":  # a process' RSS on the CPU is not the model alone
-        memory["resident_ratio_to_predicted"] = round(report.growth / predicted, 5)
+    predicted = _predicted(model, job)
+    memory |= predicted
+    if predicted and report.source != "cpu":  # a process' RSS on the CPU is not the model alone
+        ratio = report.growth / predicted["predicted_resident_bytes"]
+        memory["resident_ratio_to_predicted"] = round(ratio, 5)
     return memory
+
+
+def _predicted(model: PreTrainedModel, job: RowJob) -> dict[str, int]:
+    """What the budget says of this model; empty where it does not know the towers' shapes."""
+    from pleviz import SPECS, budget, spec_of
+
+    spec, towers = spec_of(model), hasattr(model.config, "text_config")
+    if towers and spec.name not in SPECS:
+        return {}
+    home = "cpu" if job.row.home == "workaround" else job.row.home
+    precision, prompt = job.row.precision, job.options.prefill
+    held = budget(spec, home=home, precision=precision, towers=towers)
+    predicted = {"predicted_resident_bytes": held.resident_bytes}
+    if not (job.options.only_memory or job.row.compiled):
+        used = budget(spec, home=home, precision=precision, towers=towers, context=prompt)
+        predicted["predicted_peak_prefill_bytes"] = used.prefill_peak_bytes
+    return predicted
 
 
 def _parity(job: RowJob, model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
