@@ -13,7 +13,7 @@ from pleviz.measure import reference
 from pleviz.measure.compiled import WARM_UP as COMPILED_WARM_UP
 from pleviz.measure.compiled import Compiled, compile_decoder, graph_count
 from pleviz.measure.loading import load_row, why_unavailable
-from pleviz.measure.plan import DECODE_PROMPT, SEGMENTS, BuildJob, Row, RowJob
+from pleviz.measure.plan import DECODE_PROMPT, SEGMENTS, BuildJob, RowJob
 from pleviz.measure.runner import Emit, Turn, UnavailableError
 from pleviz.measure.timing import (
     DecodeTime,
@@ -152,6 +152,7 @@ def _memory(model: PreTrainedModel, job: RowJob, report: MemoryReport, base: int
 def _predicted(model: PreTrainedModel, job: RowJob) -> dict[str, int]:
     """What the budget says of this model; empty where it does not know the towers' shapes."""
     from pleviz import SPECS, budget, spec_of
+    from pleviz.peaks import CUBLAS_WORKSPACE
 
     spec, towers = spec_of(model), hasattr(model.config, "text_config")
     if towers and spec.name not in SPECS:
@@ -162,7 +163,9 @@ def _predicted(model: PreTrainedModel, job: RowJob) -> dict[str, int]:
     predicted = {"predicted_resident_bytes": held.resident_bytes}
     if not (job.options.only_memory or job.row.compiled):
         used = budget(spec, home=home, precision=precision, towers=towers, context=prompt)
-        predicted["predicted_peak_prefill_bytes"] = used.prefill_peak_bytes
+        # the probe made the BLAS workspace before its first reading, so growth does not contain it
+        peak = used.prefill_peak_bytes - CUBLAS_WORKSPACE
+        predicted["predicted_peak_prefill_bytes"] = peak
     return predicted
 
 

@@ -55,7 +55,8 @@ def method_notes(options: Options) -> dict[str, str]:
         f"{PREFILLS[0]} to {PREFILLS[1]} after one warm-up",
         "decode": f"{tok_s}; eager, dynamic cache",
         "peak_prefill_bytes": "most during the warm-up prefill, the model included",
-        "predicted_peak_prefill_bytes": "pleviz.budget's estimate for the same prompt",
+        "predicted_peak_prefill_bytes": "pleviz.budget's estimate for the same prompt, without the BLAS "
+        "workspace",
         "peak_decode_bytes": "most during one decode step of the first batch size, model and cache included",
         "parity": f"logits of all positions of a {REFERENCE_PROMPT}-token prompt, bit by bit, and up to "
         f"{REFERENCE_STEPS} greedy tokens, against the gpu row; that the table has influence on the "
