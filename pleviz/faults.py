@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import math
 from typing import TypeVar
 
-import torch
 from torch import nn
 
 from pleviz.exercises_homes import suspect_layer
+from pleviz.rounding import next_up
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -40,7 +39,7 @@ def plant(model: Model, parameter: str, index: int = 0) -> Model:
     flat = found[0][1].data.view(-1)
     if not 0 <= index < flat.numel():
         raise IndexError(f"{found[0][0]} has elements 0…{flat.numel() - 1}, not {index}")
-    flat[index] = torch.nextafter(flat[index], torch.full_like(flat[index], math.inf))
+    flat[index] = next_up(flat[index])
     return twin
 
 

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from pleviz.homes.gather import gather_rows
 from pleviz.homes.registration import empty_pages, map_to_device
 
-COUNTS = (1, 64, 1000, 8500)
-"""Tokens looked up at once: a decode step, a batch of them, and prompts."""
+COUNTS = {True: (1, 64, 1000, 8500), False: (1, 16, 128, 1000)}
+"""Tokens looked up at once, with CUDA and without: a decode step, a batch of them, and prompts."""
 MID_SIZE = {True: 32_768, False: 4_096}
 """Rows of the table, with CUDA and without: 0.70 and 0.09 GB in bf16 at E4B's width."""
 
@@ -43,7 +43,7 @@ def time_lookups(
     width: int,
     device: str,
     rows: int | None = None,
-    counts: Sequence[int] = COUNTS,
+    counts: Sequence[int] | None = None,
     repeats: int = 3,
 ) -> list[Lookup]:
     """Time every way that ``device`` has, for each of ``counts`` random tokens.
@@ -52,7 +52,7 @@ def time_lookups(
         width: numbers in a row of the bf16 table.
         device: ``"cuda"`` or ``"cpu"``.
         rows: rows of the table; by default :data:`MID_SIZE`.
-        counts: tokens per lookup.
+        counts: tokens per lookup; by default :data:`COUNTS`.
         repeats: timed runs after a warm-up; their median counts.
 
     Raises:
@@ -63,6 +63,7 @@ def time_lookups(
     if device not in ("cuda", "cpu"):
         raise ValueError(f"lookups are timed on 'cuda' or 'cpu', not {device!r}")
     rows = MID_SIZE[cuda] if rows is None else rows
+    counts = COUNTS[cuda] if counts is None else counts
     if min(width, rows, repeats, *counts) < 1:
         raise ValueError("width, rows, repeats and counts must be at least 1")
     table = empty_pages((rows, width), torch.bfloat16).fill_(1)  # touched: all of it is in RAM

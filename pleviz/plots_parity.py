@@ -161,8 +161,6 @@ def divergence(parities: Mapping[str, Parity], *, title: str, alt: str) -> go.Fi
             hovertemplate="%{x}: %{customdata[0]:,} of %{customdata[1]:,} differ, up to "
             "%{customdata[2]:,} ULP<extra>" + name + "</extra>",
         )
-    fig.update_xaxes(
-        title="stage of the forward pass", type="category", tickangle=-45, showgrid=False
-    )
+    fig.update_xaxes(type="category", tickangle=-45, showgrid=False)
     fig.update_yaxes(title="numbers that differ, %", range=[-3, 103])
     return fig

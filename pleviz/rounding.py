@@ -37,6 +37,18 @@ def bits(number: float, dtype: torch.dtype) -> str:
     return f"{text[0]} {text[1 : 1 + exponent]} {text[1 + exponent :]}"
 
 
+def next_up(numbers: torch.Tensor) -> torch.Tensor:
+    """The next larger number of the same dtype for each of ``numbers``: one ULP up.
+
+    Bit patterns of one sign are in the order of their values, so this is the next pattern, or for
+    a negative number the one before.
+    """
+    patterns = numbers.view(_WIDTH[numbers.dtype][2])
+    up = torch.where(patterns < 0, patterns - 1, patterns + 1)
+    up = torch.where(numbers == 0, torch.ones_like(up), up)  # also from -0
+    return up.view(numbers.dtype)
+
+
 def step(number: float, dtype: torch.dtype) -> float:
     """One ULP at ``number``: the distance to the next larger number of ``dtype``.
 
@@ -44,8 +56,7 @@ def step(number: float, dtype: torch.dtype) -> float:
     (0.0078125, 0.125)
     """
     here = torch.tensor([number], dtype=dtype)
-    up = torch.nextafter(here, torch.full_like(here, math.inf))
-    return float(up.double() - here.double())
+    return float(next_up(here).double() - here.double())
 
 
 def numbers_between(low: float, high: float, dtype: torch.dtype) -> list[float]:
