@@ -4,7 +4,7 @@ On a GPU an id outside an embedding table is not a Python error but a device-sid
 ends the CUDA context. While a table is offloaded, ids are checked on the host at the start of a
 forward pass. Single-token steps that continue a cache are not checked: their ids are the model's
 own output, and reading them on the host would add a synchronisation to every step. Only where the
-table has fewer rows than the model has output ids, they are.
+table has fewer rows than the model has output ids, each lookup in it is checked.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ class IdGuard:
         embedding: the token embedding, which sees every id first.
         table: the PLE table's module. Once it is no longer offloaded, the guard takes itself off.
         limits: whether an id outside the table is an error; otherwise the model has a rule for it.
+
+    Raises:
+        IndexError: an id is outside the token embedding.
     """
 
     def __init__(self, embedding: nn.Module, table: nn.Module, *, limits: bool) -> None:
@@ -40,19 +43,34 @@ class IdGuard:
             remove_guards(module, self)
             return
         _refuse_trainable_tokens(module)
+        rows = rows_of(self.embedding)
+        # no match for the model's own output, then: the home checks each lookup
+        self.table._home.checks_ids = self.limits and self.table.num_embeddings < rows
         ids = kwargs.get("input_ids", args[0] if args else None)
         # not a subclass: a FakeTensor has no values to look at
         if type(ids) is not torch.Tensor or ids.dtype.is_floating_point:
             return
-        rows, what = rows_of(self.embedding), "the token embedding"
-        smaller = self.limits and self.table.num_embeddings < rows
-        if smaller:
-            rows, what = self.table.num_embeddings, "the PLE table"
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
-        # a smaller table is no match for the model's own output: check every step then
-        if ids.shape[-1] == 1 and cache is not None and not smaller:
+        if ids.shape[-1] == 1 and cache is not None and not _is_empty(cache):
             return
-        check_ids(ids, rows, what)
+        for placeholder in _placeholders(module):
+            ids = ids.masked_fill(ids == placeholder, 0)
+        check_ids(ids, rows, "the token embedding")
+
+
+def _is_empty(cache: Any) -> bool:
+    """Whether a cache holds nothing yet. A length on the GPU is not read: then it holds something."""
+    length = cache.get_seq_length()
+    return isinstance(length, int) and length == 0
+
+
+def _placeholders(module: nn.Module) -> list[int]:
+    """Ids that stand for an image or a sound, which Gemma 4 replaces before it looks them up."""
+    config = module.config
+    if not config.model_type.startswith("gemma4"):
+        return []
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    return [getattr(config, name) for name in names if getattr(config, name, None) is not None]
 
 
 def _refuse_trainable_tokens(owner: nn.Module) -> None:

@@ -44,6 +44,7 @@ class Home:
         self.parameter = nn.Parameter(host.new_empty(0), requires_grad=False)  # the module's own
         self.accelerate_hook: Any = None  # taken off the module while it is offloaded
         self.hooked_since = False  # the hook came when the table was in this home
+        self.checks_ids = False  # whether the model may ask for rows that the table has not
         self.row_zero_outside = False  # Gemma 3n: an id without a row reads row 0
         self.rows_moved = 0
         self.address = 0
@@ -190,6 +191,8 @@ class MappedHome(Home):
     def lookup(self, module: HostEmbedding, ids: torch.Tensor) -> torch.Tensor:
         if not torch.compiler.is_compiling():  # a compiled graph must not count: it would recompile
             self.rows_moved += ids.numel()
+            if self.checks_ids:
+                gather.check_ids(ids, self.host.shape[0])
         return F.embedding(self.in_table(ids), module.weight)
 
     def bytes_moved(self) -> int:
