@@ -100,6 +100,10 @@ class Pair:
         if home == "file":
             self.model.save_pretrained(self.folder / "home")
             options = {"checkpoint": self.folder / "home"}
+            if table.weight.dtype == torch.float64:
+                with pytest.raises(ValueError, match="stored as F64"):
+                    pleviz.offload(self.model, home, **options)
+                return
         self.handle = pleviz.offload(self.model, home, **options)
         assert (pleviz.home_of(self.model) == "gpu") == (home == "gpu")
 
