@@ -102,8 +102,7 @@ class Home:
             return
         self.host, self.shard = weight.detach().to("cpu").contiguous(), None
         self.parameter = weight
-        if weight.requires_grad:  # a new parameter brings its own flag
-            self.was_trainable, self.neighbour_trained = True, False
+        self.was_trainable |= weight.requires_grad  # a new parameter brings its own flag
         set_trainable(weight, False)
         self._point(module)
 
