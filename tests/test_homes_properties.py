@@ -161,9 +161,12 @@ class Pair:
         self.both(double)
 
     def replace(self) -> None:
+        trainable = pleviz.find_table(self.twin).weight.requires_grad
+
         def swap(model):
             module = pleviz.find_table(model).module
-            module.weight = torch.nn.Parameter(module.weight.detach().flip(0).clone())
+            values = module.weight.detach().flip(0).clone()
+            module.weight = torch.nn.Parameter(values, requires_grad=trainable)
             return model
 
         self.both(swap)
@@ -199,10 +202,11 @@ class Pair:
         home, model = pleviz.home_of(self.model), self.model
         expected = logits(model.eval())
         self.both(copies[how])
-        # the same home; but a pickle brings the values along, and leaves a file behind
-        assert pleviz.home_of(self.model) == (
-            "cpu" if (how, home) == ("pickle", "file") and self.device == "cpu" else home
-        )
+        if how == "pickle" and self.device == "cpu" and home != "gpu":
+            home = (
+                "cpu"  # the values come along: a file, and a GPU's way to read RAM, are left behind
+            )
+        assert pleviz.home_of(self.model) == home
         with torch.no_grad():  # the original does not notice what happens to its copy
             weight = pleviz.find_table(self.model).weight
             weight.add_(1)
@@ -283,7 +287,12 @@ def play(kind, device, steps):
 @settings(max_examples=500, **FIXED)
 @given(kind=st.sampled_from(KINDS), steps=st.lists(STEPS, max_size=8))
 def test_any_sequence_of_steps(kind, steps):
-    play(kind, "cpu", steps)
+    with pytest.MonkeyPatch.context() as patch:
+        # the home "mapped" works where its rows are in ordinary memory too: it needs no GPU then
+        patch.setattr(
+            pleviz.homes, "why_not", lambda device, *, read_only: "x" if read_only else None
+        )
+        play(kind, "cpu", steps)
 
 
 @pytest.mark.gpu
