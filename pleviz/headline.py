@@ -49,7 +49,7 @@ def headline(records: str | Path | None = None, *, markdown: bool = False) -> st
         tokens = {r.arguments.get("prefill_tokens") for r in used} - {None}
         of = f" of {', '.join(f'{n:,}' for n in sorted(tokens))} tokens" if tokens else ""
         notes = [f"GPU memory after loading, and peak during a prefill{of}; random weights."]
-        notes += [f"Measured on {record.provenance}" for record in used]
+        notes += list(dict.fromkeys(f"Measured on {record.provenance}" for record in used))
     return _markdown(header, rows, notes) if markdown else _text(header, rows, notes)
 
 
@@ -72,6 +72,8 @@ def _measured(
                 if key in found and _has_peak(found[key][0]) and not _has_peak((gpu, moved)):
                     continue
                 found[key] = (gpu, moved), record
+    if any(_has_peak(pair) for pair, _ in found.values()):  # memory alone tells less
+        found = {key: value for key, value in found.items() if _has_peak(value[0])}
     order = sorted(found, key=lambda key: (key[0], key[1]))
     used = list({id(found[key][1]): found[key][1] for key in order}.values())
     return {key: found[key][0] for key in order}, used

@@ -17,7 +17,7 @@ WIDTH, LEFT, RIGHT, BAR, GAP, GROUP = 860, 150, 90, 20, 4, 22
 STYLE = """
 text { font: 14px system-ui, sans-serif; fill: #24292f }
 .note { font-size: 12px; fill: #57606a }
-.gpu { fill: #D55E00 } .mapped { fill: #0072B2 } .grid { stroke: #8c959f; stroke-opacity: .35 }
+.gpu { fill: #D55E00 } .mapped { fill: #0072B2 }
 @media (prefers-color-scheme: dark) {
   text { fill: #e6edf3 } .note { fill: #9da7b1 } .gpu { fill: #E69F00 } .mapped { fill: #56B4E9 }
 }"""
@@ -66,10 +66,6 @@ def draw(found: dict[tuple[str, str, str], int], provenance: str) -> str:
                 )
                 y += BAR + GAP
             y += GROUP - GAP
-    grid = "".join(
-        f'<line class="grid" x1="{LEFT + tick * scale:.1f}" x2="{LEFT + tick * scale:.1f}" y1="52" y2="{y}"/>'
-        for tick in range(5, int(largest) + 1, 5)
-    )
     height = y + 34
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" role="img">
 <title>GPU memory of Gemma E2B and E4B with the PLE table on the GPU and in host memory</title>
@@ -77,7 +73,6 @@ def draw(found: dict[tuple[str, str, str], int], provenance: str) -> str:
 <text x="12" y="22" font-weight="600">GPU memory that the loaded model holds</text>
 <rect class="gpu" x="12" y="34" width="14" height="14"/><text x="32" y="46">PLE table on the GPU</text>
 <rect class="mapped" x="200" y="34" width="14" height="14"/><text x="220" y="46">table in host memory</text>
-{grid}
 {"".join(parts)}
 <text class="note" x="12" y="{y + 14}">{escape(provenance)}</text>
 </svg>
