@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pleviz.homes.dispatch import is_wrapper
+from pleviz.homes.gather import gather_rows
 from pleviz.homes.registration import RegistrationError
 from pleviz.table import hook_device
 
@@ -36,7 +37,10 @@ class HostEmbedding(nn.Embedding):
             weight = self._parameters.get("weight")
             if weight is not self._home.parameter:
                 # a guest: torch.func.functional_call, or a replica made by DataParallel
-                return F.embedding(self._home.in_table(input), self.weight)
+                rows = self._home.in_table(input)
+                if self.weight.device == input.device:
+                    return F.embedding(rows, self.weight)
+                return gather_rows(self.weight, rows)
             if weight.requires_grad and torch.is_grad_enabled():
                 raise RuntimeError(
                     "the offloaded PLE table is read-only, and requires_grad was set on it. Freeze it "
