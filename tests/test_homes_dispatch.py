@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import cpu_offload, disk_offload, dispatch_model, infer_auto_device_map
-from accelerate.hooks import remove_hook_from_submodules
-from accelerate.utils import set_module_tensor_to_device
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.hooks import (
+    AlignDevicesHook,
+    add_hook_to_module,
+    attach_align_device_hook,
+    remove_hook_from_submodules,
+)
+from accelerate.utils import (
+    OffloadedWeightsLoader,
+    offload_state_dict,
+    set_module_tensor_to_device,
+)
 
 import pleviz
 from pleviz.homes import OffloadError
@@ -27,11 +36,22 @@ def logits(model, device):
 
 
 def to_cpu(model, device, folder):
-    cpu_offload(model, torch.device(device))
+    hang_hooks(model, device, {name: value.cpu() for name, value in model.state_dict().items()})
 
 
 def to_disk(model, device, folder):
-    disk_offload(model, str(folder), torch.device(device))
+    offload_state_dict(str(folder), model.state_dict())
+    hang_hooks(model, device, OffloadedWeightsLoader(save_folder=str(folder)))
+
+
+def hang_hooks(model, device, values):
+    """As ``cpu_offload`` and ``disk_offload``, and the shared key and value states left alone.
+
+    (They cannot be told to, and break Gemma 4 in older transformers.)
+    """
+    keys = model._skip_keys_device_placement
+    add_hook_to_module(model, AlignDevicesHook(io_same_device=True, skip_keys=keys), append=True)
+    attach_align_device_hook(model, torch.device(device), True, values, skip_keys=keys)
 
 
 def some_to_disk(model, device, folder):

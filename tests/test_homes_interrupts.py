@@ -50,8 +50,11 @@ class Interrupt:
         self.seen: set[tuple] = set()
 
     def __call__(self, frame, event, arg):
-        if not frame.f_code.co_filename.startswith(WATCHED):
-            return None
+        if (
+            not frame.f_code.co_filename.startswith(WATCHED)
+            or frame.f_code.co_name == "_unregister"
+        ):
+            return None  # Python drops an exception that is raised in a finaliser
         frame.f_trace_opcodes = True
         place = (frame.f_code, frame.f_lasti)
         if event == "opcode" and frame.f_lasti in places(frame.f_code) and place not in self.seen:

@@ -139,6 +139,9 @@ class Pair:
         self.both(lambda model: model.train(train))
 
     def resize(self, rows, mean) -> None:
+        if self.device == "cuda" and pleviz.home_of(self.model) == "cpu":
+            # new rows are drawn where the table is: by another random generator
+            rows = min(rows, pleviz.find_table(self.model).rows)
         if pleviz.find_table(self.model).weight.dtype == torch.float16:
             mean = False  # the covariance overflows, with and without a home
         self.both(lambda model: model.resize_token_embeddings(rows, mean_resizing=mean) and model)
@@ -152,7 +155,15 @@ class Pair:
         ids = IDS.to(self.device) % pleviz.find_table(self.model).rows
         self.both(lambda model: model.eval().generate(ids, max_new_tokens=2, do_sample=sample))
 
+    @property
+    def read_only(self) -> bool:
+        """The driver maps a file read-only: a write by the GPU would end the process."""
+        return self.device == "cuda" and pleviz.home_of(self.model) == "file"
+
     def write(self) -> None:
+        if self.read_only:
+            return
+
         def double(model):
             with torch.no_grad():
                 pleviz.find_table(model).weight.mul_(2)
@@ -202,11 +213,11 @@ class Pair:
         home, model = pleviz.home_of(self.model), self.model
         expected = logits(model.eval())
         self.both(copies[how])
-        if how == "pickle" and self.device == "cpu" and home != "gpu":
-            home = (
-                "cpu"  # the values come along: a file, and a GPU's way to read RAM, are left behind
-            )
+        if how == "pickle" and home != "gpu":  # the values come along: a file is left behind,
+            home = "cpu" if self.device == "cpu" or home == "cpu" else "mapped"  # as is a GPU
         assert pleviz.home_of(self.model) == home
+        if self.read_only:
+            return
         with torch.no_grad():  # the original does not notice what happens to its copy
             weight = pleviz.find_table(self.model).weight
             weight.add_(1)

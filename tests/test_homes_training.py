@@ -95,12 +95,13 @@ def test_merging_after_offload(kind, home, device, targets, tmp_path):
 
 
 @BOTH
-@HOMES
+@pytest.mark.parametrize(
+    ("home", "device"),
+    [("cpu", "cpu"), ("file", "cpu"), pytest.param("mapped", "cuda", marks=pytest.mark.gpu)],
+)
 @pytest.mark.parametrize("order", ["offload-first", "peft-first"])
 @pytest.mark.parametrize("safe", [False, True])
 def test_lora_on_the_table_itself(kind, home, device, order, safe, tmp_path):
-    if device == "cuda" and home != "mapped":
-        pytest.skip("see test_lora_on_the_table_on_a_gpu")
     plain, model = make(kind, device), make(kind, device)
     plain = adapted(plain, [TABLE, "q_proj"])
     if order == "offload-first":
