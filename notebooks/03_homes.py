@@ -190,14 +190,30 @@ if costs:
 
 # %%
 for name, rows in costs.items():
-    speed = {row["home"]: f"{row['decode_tok_s']:.1f}" for row in rows}
-    print(f"{name}, tokens/s: {speed['gpu']} on the GPU, {speed['mapped']} mapped,", end=" ")
-    print(f"{speed['device_map']} with device_map")
+    speed = {row["home"]: row["decode_tok_s"] for row in rows}
+    slower = speed["gpu"] / speed["device_map"]
+    print(f"{name}: device_map {speed['device_map']:.1f} tokens/s, {slower:.0f} × slower than gpu")
 
 # %% [markdown]
-# Look at the two outer panels together. `device_map` has the peak of a model that was never offloaded and
-# a fraction of its speed. The others have the small peak and the full speed; they part in the middle panel,
-# where a prompt of 8,500 tokens has to be collected.
+# Look at the two outer panels together. `device_map` has the peak of a model that was never offloaded, and a
+# fraction of its speed. All others have the small peak, and their decoding differs by what it differs from
+# run to run: at ten tokens per second the GPU waits for Python, which starts every kernel one by one, and
+# the home does not show. Where the kernels are compiled into a graph, nothing waits for Python:
+
+# %%
+text, _ = recorded.compiled_decoding()
+print(text or "not recorded in this copy of pleviz")
+
+# %% [markdown]
+# A ratio of 1 means no slower; these scatter around it by up to 3 %. The middle panel of the figure is about
+# a prompt of 8,500 tokens, which needs as many rows:
+
+# %%
+print(recorded.prefill_changes(costs) or "not recorded in this copy of pleviz")
+
+# %% [markdown]
+# Here it shows who fetches the rows: the GPU itself (`mapped`), the CPU into a pinned buffer (`cpu`), or the
+# CPU into ordinary memory that must be copied once more before it can go up (`workaround`).
 #
 # ## Live: one lookup, several ways
 #

@@ -43,6 +43,9 @@ def test_without_records_all_is_empty(folder: Path) -> None:
     assert recorded.lookups_by_home("gemma-4-E4B") == ([], "")
     assert recorded.attaching("gemma-4-E4B") == ("", "")
     assert recorded.long_parity() == ("", "")
+    assert recorded.short_parity() == ("", "")
+    assert recorded.compiled_decoding() == ("", "")
+    assert recorded.prefill_changes({}) == ""
 
 
 def test_speed_is_the_newest_of_each_model_at_real_shapes_on_a_gpu(folder: Path) -> None:
@@ -66,6 +69,55 @@ def test_speed_is_the_newest_of_each_model_at_real_shapes_on_a_gpu(folder: Path)
     dates = [part.split(", ")[3] for part in source.split("; ")]
     assert dates == ["2026-01-02", "2026-01-01"]
     assert recorded.speed_by_home("nf4") == ({}, "")
+
+
+def test_prefill_is_compared_with_gpu_in_percent() -> None:
+    rows = (
+        speed("gemma-4-E4B", "gpu", 1.0, prefill_ratio_to_gpu=1.0),
+        speed("gemma-4-E4B", "device_map", 1.0, prefill_ratio_to_gpu=2.6567),
+        speed("gemma-4-E4B", "mapped", 1.0, prefill_ratio_to_gpu=0.9983),
+        speed("gemma-4-E4B", "cpu", 1.0),
+    )
+    header, _, line = recorded.prefill_changes({"gemma-4-E4B": rows}).splitlines()
+    assert header.split()[-3:] == ["mapped", "cpu", "device_map"]
+    assert line.split() == ["gemma-4-E4B", "+0", "%", "+166", "%"]
+
+
+def test_compiled_decoding_pairs_the_homes_of_one_record(folder: Path) -> None:
+    def row(model: str, home: str, *tok_s: float, status: str = "ok") -> dict[str, Any]:
+        decode = [{"batch": b, "tok_s": t} for b, t in zip((1, 64), tok_s, strict=True)]
+        fields = {"decode": decode, "compiled": True, "status": status}
+        return speed(model, home, tok_s[0]) | fields
+
+    e4b, e2b = "gemma-4-E4B", "gemma-4-E2B"
+    old = [row(e4b, "gpu", 1.0, 2.0), row(e4b, "mapped", 3.0, 4.0)]
+    new = [row(e4b, "gpu", 200.0, 8000.0), row(e4b, "mapped", 199.0, 7900.0)]
+    new += [row(e4b, "workaround", 9.0, 9.0, status="failed"), row(e2b, "gpu", 5.0, 6.0)]
+    write(folder, "a", "speed", 1, old)
+    write(folder, "b", "speed", 2, new)
+    text, source = recorded.compiled_decoding()
+    lines = [line.split() for line in text.splitlines()[2:]]
+    assert lines == [
+        ["gemma-4-E4B,", "batch", "1", "200", "199", "0.995"],
+        ["gemma-4-E4B,", "batch", "64", "8,000", "7,900", "0.988"],
+    ]
+    assert "2026-01-02" in source
+    assert "2026-01-01" not in source
+
+
+def test_short_parity_shows_each_verdict(folder: Path) -> None:
+    def row(home: str, verdict: str, precision: str = "bf16") -> dict[str, Any]:
+        parity = {"parity": {"verdict": verdict}, "precision": precision}
+        return speed("gemma-4-E4B", home, 1.0) | parity
+
+    rows = [row("gpu", "reference"), row("cpu", "identical"), row("mapped", "different")]
+    rows += [row("gpu", "reference", "nf4"), row("cpu", "vacuous", "nf4")]
+    write(folder, "a", "speed", 1, rows)
+    text, _ = recorded.short_parity()
+    header, _, bf16, nf4 = text.splitlines()
+    assert header.split() == ["against", "gpu", "mapped", "cpu"]
+    assert bf16.split() == ["gemma-4-E4B,", "bf16", "different", "identical"]
+    assert nf4.split() == ["gemma-4-E4B,", "nf4", "vacuous"]
 
 
 def test_homes_in_detail(folder: Path) -> None:
