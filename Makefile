@@ -20,7 +20,7 @@ CORE     := tests/test_table.py tests/test_specs.py tests/test_arithmetic.py tes
             $(wildcard tests/test_homes*.py) tests/test_loading.py
 TOOLS    := pytest pytest-xdist pytest-timeout hypothesis peft
 
-.PHONY: help run test test-versions lab notebooks lint clean check-python
+.PHONY: help run test test-versions test-gpu records lab notebooks lint clean check-python
 
 help: ## list the targets
 	@echo "Usage: make TARGET [PYTHON=python3.12] [VENV=.venv] [ARGS='more pytest arguments']"
@@ -46,6 +46,12 @@ test-versions: $(VERSIONS:%=.venv-%/.pleviz-installed) ## run the core tests wit
 	@test -x .venv-$*/bin/python || $(PYTHON) -m venv .venv-$* || { rm -rf .venv-$*; exit 1; }
 	@.venv-$*/bin/python scripts/install.py --extras gpu --also $(TOOLS) --pin transformers==$*
 	@touch $@
+
+test-gpu: $(STAMP) ## run the tests that need an NVIDIA GPU; one that cannot run fails
+	@$(TEST_ENV) PLEVIZ_REQUIRE_GPU=1 $(BIN)/python -m pytest -m gpu -n 4 --dist loadfile tests $(ARGS)
+
+records: $(STAMP) ## measure everything again on this machine's NVIDIA GPU, into results/records
+	@PYTHON=$(BIN)/python scripts/records.sh results/records
 
 lab: $(STAMP) ## open the notebooks in JupyterLab
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/jupyter lab --notebook-dir=notebooks

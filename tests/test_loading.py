@@ -129,7 +129,7 @@ def test_b06_a_class_that_does_not_fit_is_known_by_its_missing_weights(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         # what a user gets who names the text class for a multimodal checkpoint
         patch.setattr(
-            "pleviz.homes.loading._model_class", lambda config, towers: (Gemma4ForCausalLM, config.text_config, None)
+            "pleviz.homes.loading.model_class", lambda config, towers: (Gemma4ForCausalLM, config.text_config, None)
         )
         with pytest.raises(ValueError, match="they would be random"):
             load(tmp_path, home="cpu")

@@ -59,7 +59,7 @@ def load(
     name = str(model_id_or_path)
     config = _config(name, kwargs)
     spec_of(config)  # raises NoTableError
-    cls, config, key_mapping = _model_class(config, towers)
+    cls, config, key_mapping = model_class(config, towers)
     table_on = device if home == "gpu" else torch.device("cpu")
     placement = device_map(cls, config, device, table_on)
     if quantization is not None and table_on != device:
@@ -72,13 +72,13 @@ def load(
         config=config,
         dtype=dtype,
         device_map=placement,
-        quantization_config=_quantization_config(quantization, dtype, offloads=table_on != device),
+        quantization_config=quantization_config(quantization, dtype, offloads=table_on != device),
         key_mapping=key_mapping,
         output_loading_info=True,
         **kwargs,
     )
     _refuse_holes(model, report, name)
-    _take_off_hooks(model, device)
+    take_off_hooks(model, device)
     _settle(model.eval(), home, name, dtype)
     return model, _processor(name, multimodal=key_mapping is None and hasattr(config, "text_config"))
 
@@ -133,7 +133,7 @@ def _config(name: str, kwargs: dict[str, Any]) -> Any:
         ) from None
 
 
-def _model_class(config: Any, towers: bool) -> tuple[type, Any, dict[str, str] | None]:
+def model_class(config: Any, towers: bool) -> tuple[type, Any, dict[str, str] | None]:
     """The class to load with, its config, and how checkpoint keys map when towers are left out."""
     from transformers import AutoModelForCausalLM
 
@@ -144,7 +144,7 @@ def _model_class(config: Any, towers: bool) -> tuple[type, Any, dict[str, str] |
     return AutoModelForCausalLM._model_mapping[type(config)], config, None
 
 
-def _quantization_config(quantization: str | None, dtype: torch.dtype, *, offloads: bool) -> Any:
+def quantization_config(quantization: str | None, dtype: torch.dtype, *, offloads: bool) -> Any:
     if quantization is None:
         return None
     from transformers import BitsAndBytesConfig
@@ -173,7 +173,7 @@ def _refuse_holes(model: nn.Module, report: Any, name: str) -> None:
         )
 
 
-def _take_off_hooks(model: nn.Module, device: torch.device) -> None:
+def take_off_hooks(model: nn.Module, device: torch.device) -> None:
     """Everything but the table goes to one device: accelerate's hooks are pure cost there."""
     remove_hook_from_module(model, recurse=True)
     table = find_table(model).module

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pleviz.measure.driver import MeasureError, _rounded
+from pleviz.measure.driver import MeasureError, rounded
 from pleviz.measure.loading import load_row
 from pleviz.measure.plan import Machine
 from pleviz.measure.runner import Emit, Outcome, Turn, Worker, run_alone
@@ -41,7 +41,7 @@ def bench(model: str, checkpoint: Path, out: Path, *, prompt: int = 8500) -> Rec
             "first_touch": "8,500 random rows from the file through the page cache, no GPU",
         },
         link_bytes_per_s=machine.link_bytes_per_s,
-        rows=[_rounded(row) for row in outcome.value],
+        rows=[rounded(row) for row in outcome.value],
     )
     write_record(out, record)
     return record

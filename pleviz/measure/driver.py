@@ -152,7 +152,7 @@ class _Run:
         if outcome.reason is not None:
             stored["reason"] = without_paths(outcome.reason)
         stored |= outcome.partial
-        stored = _rounded(stored)
+        stored = rounded(stored)
         stored["link_bytes_per_s"] = self.machine.link_bytes_per_s
         stored["measured"] = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
         others = [old for old in self.record.rows if row_of(old) != row]
@@ -238,13 +238,13 @@ class _Run:
         return outcome
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """Floats to six significant digits: no clock is better than that."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    return [_rounded(inner) for inner in value] if isinstance(value, list) else value
+        return {key: rounded(inner) for key, inner in value.items()}
+    return [rounded(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _compare_tokens(outcome: Outcome, reference: dict[int, Any] | None) -> None:

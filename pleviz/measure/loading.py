@@ -68,15 +68,15 @@ def _load_split(
     from pleviz.homes import loading
 
     config = AutoConfig.from_pretrained(checkpoint)
-    cls, config, _ = loading._model_class(config, towers=True)
+    cls, config, _ = loading.model_class(config, towers=True)
     model = cls.from_pretrained(
         checkpoint,
         config=config,
         dtype=dtype,
         device_map=loading.device_map(cls, config, device, "cpu"),
-        quantization_config=loading._quantization_config(quantization, dtype, offloads=True),
+        quantization_config=loading.quantization_config(quantization, dtype, offloads=True),
     ).eval()
     if home == "workaround":
-        loading._take_off_hooks(model, device)  # as in a model that was never dispatched
+        loading.take_off_hooks(model, device)  # as in a model that was never dispatched
         apply_workaround(model)
     return model
