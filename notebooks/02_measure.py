@@ -118,7 +118,10 @@ print(f"{move.model}: a table of {fmt_bytes(move.table_bytes)} moved to the home
 series = ("allocated", "reserved") if cuda else ("rss",)
 title = f"{move.model}: memory while the table moves"
 source = "live on this GPU" if cuda else "live: this process' memory, not a GPU's"
-fig = plots.timeline(move.timeline, title=title, source=source, series=series)
+levels = (
+    dict(zip(("predicted before", "predicted after"), move.resident, strict=True)) if cuda else {}
+)
+fig = plots.timeline(move.timeline, title=title, source=source, series=series, levels=levels)
 pleviz.show(fig, "02-live-timeline")
 
 # %%
@@ -143,6 +146,15 @@ for precision, some in recorded.items():
     print(compare.table(some, f"recorded, {precision}"), end="\n\n")
 print(*dict.fromkeys(some[0].source for some in recorded.values()) or ["no records here"], sep="\n")
 
+# %% [markdown]
+# In bf16 the shapes give the memory almost to the byte. In `nf4` there are many more and smaller tensors
+# (scales of the 4-bit blocks), and the allocator's rounding shows:
+
+# %%
+for precision, some in recorded.items():
+    worst = max(abs(seen.difference) for seen in some)
+    print(f"{precision}: predicted to within {100 * worst:.3f} % for all models and both homes")
+
 # %%
 views = {
     precision: [plots.Bar(seen.label, seen.predicted.components, seen.measured) for seen in some]
@@ -162,33 +174,32 @@ for precision, (*_, before, after) in recorded.items():
 # %% [markdown]
 # In `nf4` the matrices shrink to 4 bits and the table does not, so moving it saves the larger share.
 #
-# What does it cost? The same model in every home, with the peak while a prompt of 8,500 tokens is read, and
-# the speed of reading and writing. `device_map` and `workaround` are what people used before; a later
-# notebook takes them apart.
+# What does it cost? The same model in every home: the peak while a prompt of 8,500 tokens is read, the
+# seconds that takes, and tokens written per second. Each `×` is the ratio to `gpu`. The rows `device_map`
+# and `workaround` are what people used before; the [next notebook](03_homes.ipynb) takes them apart.
 
 # %%
 print(compare.costs("gemma-4-E4B"))
 
 # %% [markdown]
-# Compare the rows `gpu` and `mapped`: resident and peak fall by the same amount, the table. A ratio near 1
-# says that the home costs no time.
+# Compare `gpu` and `mapped`: resident and peak fall by the same amount, the table, and reading takes the
+# same time. Eager writing keeps the CPU busy launching kernels one by one, and its speed varies by a tenth
+# from run to run; compiled, the two homes can be told apart to a percent.
 #
-# ## The moment of the move on a GPU
+# ## Recorded: the moment of the move
 
 # %%
-moves = [(move, "live on this GPU")] if cuda else watch.recorded_moves()
-print("watched on a GPU:", ", ".join(seen.model for seen, _ in moves) or "nothing here")
-
-# %%
+moves = watch.recorded_moves()
 for seen, source in moves[-1:]:
     levels = dict(zip(("predicted before", "predicted after"), seen.resident, strict=True))
     title = f"{seen.model}: GPU memory while the table moves"
     fig = plots.timeline(seen.timeline, title=title, source=source, levels=levels)
     pleviz.show(fig, "02-timeline")
+print("moves recorded on a GPU:", ", ".join(seen.model for seen, _ in moves) or "none yet")
 
 # %% [markdown]
-# The same prompt makes the same bump twice, each time on top of a level that was predicted. The dotted
-# curve is above the solid one, and that is the next subject.
+# (Where there is such a record, the figure is the one above with real shapes: the same prompt makes the same
+# bump twice, each time on top of a level that was predicted.)
 #
 # ## Three ways to misread VRAM
 #
@@ -202,9 +213,27 @@ for seen, source in moves[-1:]:
 #
 # *Mistake 3* follows from both: delete a tensor, see no change in `nvidia-smi`, and conclude that nothing was
 # freed. It was freed; the cache has it.
+#
+# How large is the cache? It keeps at least what the peak needed on top of the live tensors:
 
 # %%
-for seen, source in moves[-1:]:
+bars = []
+for seen in recorded.get("bf16", []):
+    cache = seen.row.get("peak_prefill_bytes", seen.measured) - seen.measured
+    bars.append(plots.Bar(seen.label, {"allocated": seen.measured, "cache": cache}))
+if bars:
+    title = "Reserved after a prompt of 8,500 tokens (at least)"
+    fig = plots.stacked_bars(bars, title=title, source=recorded["bf16"][0].source)
+    pleviz.show(fig, "02-cache")
+    print(f"{bars[-1].label}: {fmt_bytes(cache)} of {fmt_bytes(bars[-1].total)} are cache.")
+
+# %% [markdown]
+# Reserved falls by the table here because `offload` empties the cache once the table has moved. Move it by
+# hand, and its bytes stay in the cache: `nvidia-smi` shows no change at all. Where a GPU was watched, all
+# three counters can be compared:
+
+# %%
+for seen, source in ([(move, "live on this GPU")] if cuda else moves)[-1:]:
     bars = [plots.Bar(label, seen.parts(moment)) for moment, label in watch.MOMENTS.items()]
     title = f"{seen.model}: what nvidia-smi shows, and what it is made of"
     pleviz.show(plots.stacked_bars(bars, title=title, source=source), "02-counters")

@@ -105,15 +105,17 @@ def recorded(precision: str = "bf16") -> list[Comparison]:
     ]
 
 
-def _newest(precision: str) -> dict[tuple[str, str], tuple[Mapping[str, Any], Record]]:
-    """(model, home) -> eager row and its record. A row with speeds beats one with memory alone."""
+def _newest(
+    precision: str, *, compiled: bool = False
+) -> dict[tuple[str, str], tuple[Mapping[str, Any], Record]]:
+    """(model, home) -> its row and record. A row with speeds beats one with memory alone."""
     found: dict[tuple[str, str], tuple[Mapping[str, Any], Record]] = {}
     for record in load_records():  # oldest first
         if not record.hardware.get("gpu") or record.arguments.get("scale") != "real":
             continue
-        for row in record.select(precision=precision, status="ok", compiled=False):
+        for row in record.select(precision=precision, status="ok", compiled=compiled):
             key = row["model"], row["home"]
-            if "prefill_s" in row or "prefill_s" not in found.get(key, ({},))[0]:
+            if "decode_tok_s" in row or "decode_tok_s" not in found.get(key, ({},))[0]:
                 found[key] = row, record
     return found
 
@@ -135,26 +137,36 @@ def table(comparisons: Sequence[Comparison], title: str = "") -> str:
 def costs(model: str, precision: str = "bf16") -> str:
     """Recorded memory and speed of one model in every home, as text; says so if there is nothing.
 
-    The ratios are to the home ``gpu``: of prefill seconds, and of tokens per second in decoding.
+    Each speed is followed by its ratio to the home ``gpu``.
     """
-    found = {home: row for (name, home), (row, _) in _newest(precision).items() if name == model}
-    found = {home: row for home, row in found.items() if "decode_tok_s" in row}
-    gpu, rows = found.get("gpu"), []
-    for home, row in found.items():
-        cells = [home, *(fmt_bytes(row[key]) for key in ("resident_bytes", "peak_prefill_bytes"))]
-        for key, digits in (("prefill_s", 3), ("decode_tok_s", 1)):
-            ratio = f"{row[key] / gpu[key]:.2f}" if gpu else ""
-            cells += [f"{row[key]:.{digits}f}", ratio]
-        rows.append(cells)
-    if not rows:
+
+    def of_model(compiled: bool) -> dict[str, Mapping[str, Any]]:
+        rows = _newest(precision, compiled=compiled).items()
+        return {home: row for (name, home), (row, _) in rows if name == model}
+
+    eager, compiled = of_model(False), of_model(True)
+    lines = [
+        [
+            home,
+            *(fmt_bytes(row[key]) for key in ("resident_bytes", "peak_prefill_bytes")),
+            *_with_ratio(eager, home, "prefill_s", 3),
+            *_with_ratio(eager, home, "decode_tok_s", 1),
+            *_with_ratio(compiled, home, "decode_tok_s", 1),
+        ]
+        for home, row in eager.items()
+        if "prefill_s" in row
+    ]
+    if not lines:
         return f"No speeds of {model} in {precision} are recorded here."
-    header = (
-        f"{model}, {precision}",
-        "resident",
-        "peak",
-        "prefill s",
-        "× gpu",
-        "tokens/s",
-        "× gpu",
-    )
-    return text_table(header, rows)
+    speeds = [column for name in ("prefill s", "eager tok/s", "compiled") for column in (name, "×")]
+    return text_table((f"{model}, {precision}", "resident", "peak", *speeds), lines)
+
+
+def _with_ratio(
+    rows: Mapping[str, Mapping[str, Any]], home: str, key: str, digits: int
+) -> tuple[str, str]:
+    """A row's number and its ratio to the ``gpu`` row's; empty where there is none."""
+    value, reference = (rows.get(name, {}).get(key) for name in (home, "gpu"))
+    if value is None:
+        return "", ""
+    return f"{value:.{digits}f}", f"{value / reference:.2f}" if reference else ""

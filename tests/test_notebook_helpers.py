@@ -149,8 +149,11 @@ warnings.warn("pleviz speaks")
 BLOCKED = "sys.modules['ipywidgets'] = None"
 
 
-@pytest.mark.parametrize("first", ["", BLOCKED], ids=["as installed", "without ipywidgets"])
-@pytest.mark.parametrize("before", ["", "import transformers, huggingface_hub"], ids=["", "late"])
+@pytest.mark.parametrize(
+    ("first", "before"),
+    [("", ""), (BLOCKED, "import transformers, huggingface_hub")],
+    ids=["first thing", "late and without ipywidgets"],
+)
 def test_quiet_leaves_only_what_the_code_says(first: str, before: str) -> None:
     code = NOISY.format(first=first, before=before)
     env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_HUB_DIS", "TRANSFORMERS_"))}

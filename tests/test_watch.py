@@ -54,7 +54,8 @@ def test_recorded_comparison_takes_the_right_rows(monkeypatch: pytest.MonkeyPatc
     memory_alone = record_of([row("gpu", 6), row("mapped", 7)])
     without_gpu = record_of([row("gpu", 8), row("mapped", 9)], gpu=None)
     tiny = record_of([row("gpu", 10), row("mapped", 11)], scale="tiny")
-    failed = record_of([row("gpu", 12) | {"status": "failed"}, row("gpu", 13) | {"compiled": True}])
+    compiled = {"compiled": True, "decode_tok_s": 80.0}
+    failed = record_of([row("gpu", 12) | {"status": "failed"}, row("gpu", 13) | compiled])
     with_records(monkeypatch, old, new, memory_alone, without_gpu, tiny, failed)
     found = compare.recorded("bf16")
     assert [(seen.label, seen.measured) for seen in found] == [
@@ -67,7 +68,7 @@ def test_recorded_comparison_takes_the_right_rows(monkeypatch: pytest.MonkeyPatc
     assert compare.recorded("nf4") == []
     lines = compare.costs("gemma-4-E4B").splitlines()
     assert [line.split()[0] for line in lines[2:]] == ["gpu", "mapped", "cpu"]
-    assert lines[2].split() == ["gpu", "3", "B", "11.00", "GB", "0.400", "1.00", "20.0", "1.00"]
+    assert " ".join(lines[2].split()) == "gpu 3 B 11.00 GB 0.400 1.00 20.0 1.00 80.0 1.00"
     assert lines[3].split()[-4:] == ["0.500", "1.25", "10.0", "0.50"]
 
 
