@@ -227,13 +227,13 @@ def load_records(path: str | Path | None = None) -> tuple[Record, ...]:
 
     Args:
         path: a folder with ``*.json`` files, or one such file. By default the ``records`` folder of
-            the checkout that pleviz is imported from; an installed package has none, which gives ().
+            the checkout that pleviz is imported from, or the copy of it in the installed package.
 
     Raises:
         RecordError: a file is malformed or from a newer pleviz.
         FileNotFoundError: ``path`` was given and is not there.
     """
-    folder = Path(path) if path is not None else _ROOT / "records"
+    folder = Path(path) if path is not None else _own_records()
     if folder.is_dir():
         files = sorted(folder.glob("*.json"))
     elif folder.is_file():
@@ -243,6 +243,12 @@ def load_records(path: str | Path | None = None) -> tuple[Record, ...]:
     else:
         raise FileNotFoundError(f"there are no records at {folder}: no such file or folder")
     return tuple(sorted(map(read_record, files), key=lambda record: record.created))
+
+
+def _own_records() -> Path:
+    if (_ROOT / "pyproject.toml").exists():
+        return _ROOT / "records"
+    return Path(__file__).parent / "data" / "records"  # where the wheel has them
 
 
 def git_commit() -> tuple[str | None, bool]:

@@ -23,5 +23,6 @@ done
   --homes gpu,mapped,file,workaround --row-timeout 900 --out "$out/h200-compiled.json"
 "$python" -m pleviz bench --model gemma-4-E4B --checkpoint "$checkpoints/gemma-4-E4B-real" \
   --out "$out/h200-homes.json"
+"$python" -m pleviz.watch --out "$out/h200-move.json"
 "$python" -m pleviz greedy --tokens 2287 --out "$out/h200-greedy.json" \
   $(printf -- "--checkpoint %s=$checkpoints/%s-real " $(for m in "${models[@]}"; do echo "$m" "$m"; done))
