@@ -195,11 +195,11 @@ for name, rows in costs.items():
     print(f"{name}: device_map {speed['device_map']:.1f} tokens/s, {slower:.0f} × slower than gpu")
 
 # %% [markdown]
-# Look at the two outer panels together (decoding is eager, one sequence). `device_map` has the peak of a model
-# that was never offloaded, and a fraction of its speed. All others have the small peak. Their decoding speeds
-# scatter, and now and then a home comes out ahead of `gpu`: at ten tokens per second the GPU waits for Python,
-# which starts every kernel one by one, and where the table lies does not show. Compiled into one graph, the
-# kernels wait for nobody:
+# Look at the two outer panels together (decoding is eager, one sequence). `device_map` has the peak of a
+# model that was never offloaded, and a fraction of its speed. All others have the small peak. Their
+# decoding speeds scatter, and now and then a home comes out ahead of `gpu`: at ten tokens per second the
+# GPU waits for Python, which starts every kernel one by one, and where the table lies does not show.
+# Compiled into one graph, the kernels wait for nobody:
 
 # %%
 text, _ = recorded.compiled_decoding()
