@@ -20,7 +20,7 @@ VERSIONS = {"torch": "2.11.0"}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout without records."""
     (tmp_path / "records").mkdir()
-    monkeypatch.setattr(records, "_ROOT", tmp_path)
+    monkeypatch.setattr(records, "_own_records", lambda: tmp_path / "records")
     return tmp_path / "records"
 
 
