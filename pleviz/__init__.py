@@ -25,6 +25,7 @@ _EXPORTS = {
     "offload": "pleviz.homes",
     "restore": "pleviz.homes",
     "home_of": "pleviz.homes",
+    "load": "pleviz.homes.loading",
     "Offload": "pleviz.homes",
     "MemoryProbe": "pleviz.memory",
     "diff": "pleviz.parity",
@@ -43,6 +44,7 @@ if TYPE_CHECKING:  # what the lazy names are, for editors and type checkers
     from pleviz.exercises import check
     from pleviz.format import fmt_bytes
     from pleviz.homes import Offload, home_of, offload, restore
+    from pleviz.homes.loading import load
     from pleviz.memory import MemoryProbe
     from pleviz.notebook import quiet, show
     from pleviz.parity import diff
