@@ -38,7 +38,9 @@ def process_memory() -> dict[str, int]:
     return found
 
 
-def gather_times(model: nn.Module, counts: tuple[int, ...] = (1, 64, 1000, 8500)) -> list[dict[str, Any]]:
+def gather_times(
+    model: nn.Module, counts: tuple[int, ...] = (1, 64, 1000, 8500)
+) -> list[dict[str, Any]]:
     """Time the table's lookup for ``counts`` random ids: median of 9, wall clock, synchronised."""
     table = find_table(model)
     link = host_link_bandwidth()
@@ -81,7 +83,9 @@ def paired_speed(
     table = find_table(model)
     on_gpu = table.weight.data
     in_ram = empty_pages(tuple(on_gpu.shape), on_gpu.dtype).copy_(on_gpu)
-    ids = torch.randint(0, table.rows, (1, prompt), generator=torch.Generator().manual_seed(0)).cuda()
+    ids = torch.randint(
+        0, table.rows, (1, prompt), generator=torch.Generator().manual_seed(0)
+    ).cuda()
     times: dict[str, dict[str, list[float]]] = {}
     for turn in range(rounds + 1):
         for home in ("gpu", "mapped", "file", "cpu"):
@@ -166,7 +170,9 @@ def attach(model: nn.Module, checkpoint: Path) -> list[dict[str, Any]]:
     is in place. ``file`` is timed with its pages in the page cache.
     """
     table = find_table(model)
-    in_ram = empty_pages(tuple(table.weight.shape), table.weight.dtype).copy_(table.weight.detach().cpu())
+    in_ram = empty_pages(tuple(table.weight.shape), table.weight.dtype).copy_(
+        table.weight.detach().cpu()
+    )
     rows = []
     for home in ("mapped", "file", "cpu"):
         table.weight.data = in_ram
@@ -303,11 +309,15 @@ def greedy_trace(model: nn.Module, tokens: int) -> tuple[torch.Tensor, torch.Ten
     with torch.inference_mode():
         cache = DynamicCache(config=config)
         for _ in range(tokens):
-            logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+            logits = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[
+                :, -1
+            ]
             token = logits[:, :rows].argmax(-1, keepdim=True)
             bits = logits.view({2: torch.int16, 4: torch.int32}[logits.element_size()]).long()
             if weights is None:  # odd multipliers, one per position
-                weights = torch.arange(bits.shape[-1], device=bits.device) * 0x9E3779B97F4A7C1 * 2 + 1
+                weights = (
+                    torch.arange(bits.shape[-1], device=bits.device) * 0x9E3779B97F4A7C1 * 2 + 1
+                )
             out.append(token)
             sums.append((bits * weights).sum())
     return torch.cat(out, dim=-1)[0].cpu(), torch.stack(sums).cpu()

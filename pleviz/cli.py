@@ -213,7 +213,9 @@ def bench(
 
 @app.command()
 def greedy(
-    checkpoint: Annotated[list[str], typer.Option(help="MODEL=FOLDER; may be given several times.")],
+    checkpoint: Annotated[
+        list[str], typer.Option(help="MODEL=FOLDER; may be given several times.")
+    ],
     out: Annotated[Path, typer.Option(help="The record to write (JSON).")],
     tokens: Annotated[int, typer.Option(min=1, help="How many tokens to decode.")] = 2287,
     device: Annotated[str, typer.Option(help="auto, cuda, cpu …")] = "auto",

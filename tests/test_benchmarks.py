@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.test_homes import DEVICES, make
-from tests.tiny import KINDS, tiny_model
 
 import pleviz
 from pleviz import benchmarks, load_records
 from pleviz.homes import registered_bytes
 from pleviz.measure import MeasureError
 from pleviz.measure.bench import greedy
+from tests.test_homes import DEVICES, make
+from tests.tiny import KINDS, tiny_model
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -23,7 +23,9 @@ def test_greedy_trace_is_equal_for_every_home_and_notices_one_bit(kind, device):
     with pleviz.offload(model, "auto"):
         again = benchmarks.greedy_trace(model, 12)
     assert torch.equal(again[0], ids) and torch.equal(again[1], sums)
-    weight = model.lm_head.weight if hasattr(model, "lm_head") else model.get_output_embeddings().weight
+    weight = (
+        model.lm_head.weight if hasattr(model, "lm_head") else model.get_output_embeddings().weight
+    )
     with torch.no_grad():
         weight[5, 5] = torch.nextafter(weight[5, 5], torch.tensor(torch.inf, device=device))
     changed = benchmarks.greedy_trace(model, 12)
@@ -39,7 +41,9 @@ def test_first_touch_reads_the_file_cold_and_warm(tmp_path):
 
 def test_greedy_record_compares_a_process_for_each_home(tmp_path):
     pleviz.build("gemma-4-E2B", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
-    record = greedy({"gemma-4-E2B": tmp_path / "model"}, tmp_path / "g.json", tokens=5, device="cpu")
+    record = greedy(
+        {"gemma-4-E2B": tmp_path / "model"}, tmp_path / "g.json", tokens=5, device="cpu"
+    )
     assert [row["home"] for row in record.rows] == ["gpu", "file"]
     assert all(row["tokens_equal"] and row["checksums_equal"] for row in record.rows)
     assert load_records(tmp_path / "g.json") == (record,)
@@ -51,7 +55,11 @@ def test_greedy_record_compares_a_process_for_each_home(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_attaching_makes_no_private_copy(kind, tmp_path):
-    big = {"vocab_size": 100_000, "vocab_size_per_layer_input": 100_000, "hidden_size_per_layer_input": 64}
+    big = {
+        "vocab_size": 100_000,
+        "vocab_size_per_layer_input": 100_000,
+        "hidden_size_per_layer_input": 64,
+    }
     model = tiny_model(kind, dtype=torch.bfloat16, **big).to("cuda")
     model.save_pretrained(tmp_path)
     rows = {row["home"]: row for row in benchmarks.attach(model, tmp_path)}

@@ -15,11 +15,11 @@ import pytest
 import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from peft import LoraConfig, get_peft_model
-from tests.tiny import KINDS, tiny_model
 
 import pleviz
 from pleviz.homes import OffloadError, registered_bytes
 from pleviz.homes.guard import IdGuard
+from tests.tiny import KINDS, tiny_model
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PLACES = [  # (home, device the model computes on)
@@ -42,13 +42,19 @@ def make(kind, device="cpu", **kwargs):
 def logits(model, ids=IDS, **kwargs):
     device = next(model.parameters()).device
     with torch.no_grad():
-        return model(input_ids=ids.to(device), attention_mask=MASK.to(device), **kwargs).logits.cpu()
+        return model(
+            input_ids=ids.to(device), attention_mask=MASK.to(device), **kwargs
+        ).logits.cpu()
 
 
 def greedy(model, **kwargs):
     device = next(model.parameters()).device
     out = model.generate(
-        input_ids=IDS.to(device), attention_mask=MASK.to(device), max_new_tokens=6, do_sample=False, **kwargs
+        input_ids=IDS.to(device),
+        attention_mask=MASK.to(device),
+        max_new_tokens=6,
+        do_sample=False,
+        **kwargs,
     )
     return out.cpu()
 
@@ -202,7 +208,9 @@ def test_b33_copies_are_independent(kind, home, device, how):
     assert torch.equal(logits(model), expected)
     pleviz.restore(twin)
     assert pleviz.home_of(twin) == "gpu" and pleviz.home_of(model) == handle.home
-    assert not any(isinstance(h, IdGuard) for m in twin.modules() for h in m._forward_pre_hooks.values())
+    assert not any(
+        isinstance(h, IdGuard) for m in twin.modules() for h in m._forward_pre_hooks.values()
+    )
     handle.restore()
     assert torch.equal(logits(model), expected)
 
@@ -344,7 +352,9 @@ def test_a_refused_registration_falls_back_and_leaves_cuda_usable(monkeypatch):
     cudart = torch.cuda.cudart()
     real = cudart.cudaHostRegister
     # a null address is what the driver itself refuses
-    monkeypatch.setattr(cudart, "cudaHostRegister", lambda address, size, flags: real(0, size, flags))
+    monkeypatch.setattr(
+        cudart, "cudaHostRegister", lambda address, size, flags: real(0, size, flags)
+    )
     with pytest.warns(UserWarning, match="cudaHostRegister of"):
         handle = pleviz.offload(model, "mapped")
     assert handle.home == "cpu" and registered_bytes() == 0
@@ -381,7 +391,9 @@ def test_b16_lora_training_gives_the_same_losses_bit_for_bit(kind, home, device,
         model = make(kind, device)
         if offloaded and order == "offload-first":
             pleviz.offload(model, home)
-        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "per_layer_input_gate"]))
+        model = get_peft_model(
+            model, LoraConfig(r=2, target_modules=["q_proj", "per_layer_input_gate"])
+        )
         if offloaded and order == "peft-first":
             pleviz.offload(model, home)
         model.train()
@@ -410,7 +422,9 @@ class TestRefusals:
     def test_unknown_home(self):
         model = make("gemma4")
         expected = logits(model)
-        with pytest.raises(ValueError, match="unknown home 'disk'; choose one of auto, gpu, mapped"):
+        with pytest.raises(
+            ValueError, match="unknown home 'disk'; choose one of auto, gpu, mapped"
+        ):
             pleviz.offload(model, "disk")
         self.unchanged(model, expected)
 
@@ -441,7 +455,9 @@ class TestRefusals:
         assert not pleviz.find_table(model).weight.requires_grad
 
     def test_b16_a_trainable_copy_of_the_table(self):
-        config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens_per_layer"])
+        config = LoraConfig(
+            r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens_per_layer"]
+        )
         model = get_peft_model(make("gemma4"), config)
         with pytest.raises(OffloadError, match="modules_to_save"):
             pleviz.offload(model, "cpu")
@@ -461,7 +477,9 @@ class TestRefusals:
         bnb = pytest.importorskip("bitsandbytes")
         model = make("gemma4")
         table = bnb.nn.Embedding4bit(128, 32)
-        table.weight = bnb.nn.Params4bit(model.model.embed_tokens_per_layer.weight.data, requires_grad=False)
+        table.weight = bnb.nn.Params4bit(
+            model.model.embed_tokens_per_layer.weight.data, requires_grad=False
+        )
         model.model.embed_tokens_per_layer = table.to("cpu")
         with pytest.raises(OffloadError, match="floating-point rows"):
             pleviz.offload(model, "cpu")
@@ -516,7 +534,9 @@ def test_home_file_reads_the_checkpoint_itself(kind, device, tmp_path):
         twin = copy.deepcopy(model)
         assert pleviz.home_of(twin) == "file"
         assert torch.equal(logits(twin), expected)
-        model.load_state_dict(make(kind, device, seed=1).state_dict())  # writing leaves the file alone
+        model.load_state_dict(
+            make(kind, device, seed=1).state_dict()
+        )  # writing leaves the file alone
         assert pleviz.home_of(model) != "file"
         assert torch.equal(logits(twin), expected)
     other = make(kind, device, seed=2)

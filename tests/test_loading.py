@@ -7,15 +7,17 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.test_homes import DEVICES, assert_table_matters, greedy, logits
-from tests.tiny import KINDS, tiny_model
 from transformers import Gemma4ForCausalLM
 
 import pleviz
 from pleviz.homes.loading import device_map, load
 from pleviz.homes.shard import find_in_checkpoint, map_table
+from tests.test_homes import DEVICES, assert_table_matters, greedy, logits
+from tests.tiny import KINDS, tiny_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*has no tokenizer", "ignore:pleviz. rows of the table")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*has no tokenizer", "ignore:pleviz. rows of the table"
+)
 
 
 @pytest.fixture(params=KINDS)
@@ -129,7 +131,8 @@ def test_b06_a_class_that_does_not_fit_is_known_by_its_missing_weights(tmp_path)
     with pytest.MonkeyPatch.context() as patch:
         # what a user gets who names the text class for a multimodal checkpoint
         patch.setattr(
-            "pleviz.homes.loading.model_class", lambda config, towers: (Gemma4ForCausalLM, config.text_config, None)
+            "pleviz.homes.loading.model_class",
+            lambda config, towers: (Gemma4ForCausalLM, config.text_config, None),
         )
         with pytest.raises(ValueError, match="they would be random"):
             load(tmp_path, home="cpu")
@@ -154,7 +157,9 @@ def test_gated_repositories_say_how_to_get_access(monkeypatch):
         raise OSError(f"{name} is a gated repo") from GatedRepoError("gated", response=response)
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
-    with pytest.raises(PermissionError, match="accept its licence at https://huggingface.co/google/gemma"):
+    with pytest.raises(
+        PermissionError, match="accept its licence at https://huggingface.co/google/gemma"
+    ):
         load("google/gemma-4-E4B-it")
 
 
@@ -170,8 +175,14 @@ class TestShard:
     @pytest.mark.parametrize("prefix", ["", "model.", "model.language_model."])
     def test_any_prefix_and_dtype(self, tmp_path, dtype, prefix):
         table = torch.randn(16, 8).to(dtype)
-        other = {f"{prefix}embed_tokens.weight": torch.zeros(3, 3), "a": torch.zeros(3, dtype=torch.uint8)}
-        save_file(other | {f"{prefix}embed_tokens_per_layer.weight": table}, tmp_path / "model.safetensors")
+        other = {
+            f"{prefix}embed_tokens.weight": torch.zeros(3, 3),
+            "a": torch.zeros(3, dtype=torch.uint8),
+        }
+        save_file(
+            other | {f"{prefix}embed_tokens_per_layer.weight": table},
+            tmp_path / "model.safetensors",
+        )
         found = find_in_checkpoint(tmp_path)
         assert (found.dtype, found.shape, found.nbytes) == (dtype, (16, 8), table.nbytes)
         assert torch.equal(map_table(found), table)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
-from tests.tiny import KINDS, tiny_model
 
 from pleviz import NoTableError, find_table
+from tests.tiny import KINDS, tiny_model
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -16,7 +16,9 @@ def test_finds_the_table_and_its_sizes(kind, towers):
     model = tiny_model(kind, towers=towers)
     table = find_table(model)
     assert table.module is model.get_submodule(table.name)
-    assert table.name == ("model.language_model." if towers else "model.") + "embed_tokens_per_layer"
+    assert (
+        table.name == ("model.language_model." if towers else "model.") + "embed_tokens_per_layer"
+    )
     assert (table.rows, table.num_layers, table.dim) == (128, 4, 8)
     assert table.nbytes == 128 * 4 * 8 * 4
     assert table.row_nbytes * table.rows == table.nbytes
