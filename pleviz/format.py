@@ -63,4 +63,6 @@ def html_table(header: Sequence[str], rows: Iterable[Sequence[object]], caption:
 
     head = f"<caption{left}>{html.escape(caption)}</caption>" if caption else ""
     body = "".join(f"<tr>{cells('td', row)}</tr>" for row in rows)
-    return f"<table>{head}<thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>"
+    return (
+        f"<table>{head}<thead><tr>{cells('th', header)}</tr></thead><tbody>{body}</tbody></table>"
+    )

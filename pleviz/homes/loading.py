@@ -52,7 +52,9 @@ def load(
         PermissionError: the repository is gated; says how to get access.
     """
     if quantization is not None and quantization not in QUANTIZATIONS:
-        raise ValueError(f"unknown quantization {quantization!r}; choose None, {', '.join(QUANTIZATIONS)}")
+        raise ValueError(
+            f"unknown quantization {quantization!r}; choose None, {', '.join(QUANTIZATIONS)}"
+        )
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
@@ -80,7 +82,9 @@ def load(
     _refuse_holes(model, report, name)
     take_off_hooks(model, device)
     _settle(model.eval(), home, name, dtype)
-    return model, _processor(name, multimodal=key_mapping is None and hasattr(config, "text_config"))
+    return model, _processor(
+        name, multimodal=key_mapping is None and hasattr(config, "text_config")
+    )
 
 
 def device_map(
@@ -117,7 +121,9 @@ def _config(name: str, kwargs: dict[str, Any]) -> Any:
     from huggingface_hub.errors import GatedRepoError
     from transformers import AutoConfig
 
-    hub = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
+    hub = {
+        k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs
+    }
     try:
         return AutoConfig.from_pretrained(name, **hub)
     except OSError as error:
@@ -140,11 +146,22 @@ def model_class(config: Any, towers: bool) -> tuple[type, Any, dict[str, str] | 
     if hasattr(config, "text_config") and not towers:
         text = config.text_config
         text.tie_word_embeddings = config.tie_word_embeddings
-        return AutoModelForCausalLM._model_mapping[type(text)], text, {r"^model\.language_model": "model"}
+        return (
+            AutoModelForCausalLM._model_mapping[type(text)],
+            text,
+            {r"^model\.language_model": "model"},
+        )
     return AutoModelForCausalLM._model_mapping[type(config)], config, None
 
 
 def quantization_config(quantization: str | None, dtype: torch.dtype, *, offloads: bool) -> Any:
+    """The config of bitsandbytes for ``"nf4"`` or ``"int8"``; ``None`` without quantisation.
+
+    Args:
+        quantization: see :func:`load`.
+        dtype: what 4-bit weights are computed in.
+        offloads: whether anything is placed on the CPU, which bitsandbytes must be told.
+    """
     if quantization is None:
         return None
     from transformers import BitsAndBytesConfig
@@ -194,7 +211,11 @@ def take_off_hooks(model: nn.Module, device: torch.device) -> None:
 def _settle(model: nn.Module, home: str, name: str, dtype: torch.dtype) -> None:
     """Give the table its home. It was read from the checkpoint just now, so ``file`` need not verify."""
     folder = checkpoint_dir(name)
-    if home == "auto" and folder is not None and compute_device(find_table(model).owner).type == "cuda":
+    if (
+        home == "auto"
+        and folder is not None
+        and compute_device(find_table(model).owner).type == "cuda"
+    ):
         try:
             usable = find_in_checkpoint(folder).dtype == dtype
         except (FileNotFoundError, ValueError):
@@ -218,5 +239,7 @@ def _processor(name: str, *, multimodal: bool) -> Any:
                 return auto.from_pretrained(name)
         except (OSError, ValueError, ImportError, KeyError):
             continue
-    warnings.warn(f"{name} has no tokenizer that could be loaded; returning None for it", stacklevel=3)
+    warnings.warn(
+        f"{name} has no tokenizer that could be loaded; returning None for it", stacklevel=3
+    )
     return None
