@@ -75,6 +75,7 @@ class HostEmbedding(nn.Embedding):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """``.to()``, ``.half()``, ``.cuda()`` …: casts reach the table, moves do not."""
+        self._adopt_if_replaced()
         weight = self._parameters.pop("weight")
         try:
             super()._apply(fn, recurse)
@@ -85,12 +86,14 @@ class HostEmbedding(nn.Embedding):
         return self
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        self._adopt_if_replaced()
         if f"{prefix}weight" in state_dict:
             self._home.make_writable(self)
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._adopt_if_replaced()
 
     def __deepcopy__(self, memo: dict) -> HostEmbedding:
+        self._adopt_if_replaced()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         home = self._home.twin()
@@ -103,6 +106,7 @@ class HostEmbedding(nn.Embedding):
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         """Pickled as the original class with an ordinary weight, and the name of its home."""
+        self._adopt_if_replaced()
         state = {k: v for k, v in self.__dict__.items() if k != "_home"}
         weight = nn.Parameter(self._home.host, requires_grad=self._home.was_trainable)
         state["_parameters"] = {**self._parameters, "weight": weight}
