@@ -166,6 +166,18 @@ def test_a_tensor_that_accelerate_sets_by_name(kind, home, device):
 
 @BOTH
 @ON_PLACES
+def test_an_emptied_table_still_comes_back(kind, home, device):
+    model = make(kind, device)
+    expected = logits(model, device)
+    name = pleviz.find_table(model).name + ".weight"
+    with pleviz.offload(model, home):
+        set_module_tensor_to_device(model, name, "meta")
+        assert pleviz.find_table(model).weight.is_meta
+    assert torch.equal(logits(model, device), expected)
+
+
+@BOTH
+@ON_PLACES
 def test_planning_a_device_map_sees_the_same_model(kind, home, device):
     def plan(model):
         return infer_auto_device_map(

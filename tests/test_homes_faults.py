@@ -179,6 +179,26 @@ def test_b18_a_model_whose_own_output_is_outside_its_table(kind, home, device):
     assert logits(model).isfinite().all()  # the CUDA context is alive
 
 
+def test_b18_rows_read_in_place_are_checked_where_the_table_is_smaller(monkeypatch):
+    """The home "mapped", here in ordinary memory: on a GPU such an id would end the CUDA context."""
+    monkeypatch.setattr(pleviz.homes, "why_not", lambda device, *, read_only: None)
+    ids = torch.tensor([[2, 5, 100]])
+    for kind, vocabulary in (("gemma4", 96), ("gemma3n", 96), ("gemma4", 128)):
+        model = make(kind, vocab_size_per_layer_input=vocabulary)
+        with pleviz.offload(model, "mapped") as handle, torch.no_grad():
+            assert handle.home == "mapped"
+            out = model(ids[:, :2], use_cache=True)
+            following = {"past_key_values": out.past_key_values, "use_cache": True}
+            if (kind, vocabulary) == ("gemma4", 96):
+                with pytest.raises(IndexError, match="100 is outside the PLE table"):
+                    model(ids)
+                with pytest.raises(IndexError, match="100 is outside the PLE table"):
+                    model(ids[:, 2:], **following)  # one token that continues a cache
+            else:
+                assert model(ids).logits.isfinite().all()
+                assert model(ids[:, 2:], **following).logits.isfinite().all()
+
+
 @BOTH
 @ON_PLACES
 @pytest.mark.parametrize("make_cache", [DynamicCache, StaticCache])

@@ -6,7 +6,9 @@ the same bits, then and afterwards, offloaded and restored.
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -417,6 +419,20 @@ def writing_through_data(model, folder):
     table = pleviz.find_table(model)
     table.weight.data.mul_(2)
     return logits(model), table.weight
+
+
+@action
+def values_replaced_and_copied(model, folder):
+    """As merging an adapter safely does; and before any forward pass comes the next step."""
+    weight = pleviz.find_table(model).weight
+    weight.data = weight.data.flip(0).clone()
+    twin = copy.deepcopy(model)
+    weight.data = weight.data.mul(2)
+    pickled = pickle.loads(pickle.dumps(model))
+    weight.data = weight.data.mul(2)
+    state = copy.deepcopy(model.state_dict())
+    cast = model.bfloat16()
+    return state, [logits(each) for each in (twin, pickled, cast)]
 
 
 @action
