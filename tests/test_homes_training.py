@@ -185,6 +185,17 @@ def test_restoring_under_peft_does_not_make_the_table_trainable(kind, home, devi
     assert not pleviz.find_table(model).weight.requires_grad
 
 
+@ON_PLACES
+@pytest.mark.parametrize("trainable", [False, True])
+def test_a_new_parameter_keeps_its_flag_for_the_restore(home, device, trainable):
+    model = make("gemma4", device).requires_grad_(False)
+    with pleviz.offload(model, home):
+        module = pleviz.find_table(model).module
+        module.weight = torch.nn.Parameter(module.weight.detach().clone(), requires_grad=trainable)
+        assert not module.weight.requires_grad
+    assert pleviz.find_table(model).weight.requires_grad == trainable
+
+
 @BOTH
 @ON_PLACES
 def test_training_an_offloaded_table_is_refused(kind, home, device):
