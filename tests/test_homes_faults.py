@@ -233,10 +233,9 @@ def test_b18_n4_a_first_token_is_checked_and_later_ones_cost_nothing(
             assert step(8, "cache") == 0  # the newer name of the same argument
 
 
-@BOTH
 @ON_PLACES
-def test_b24_offloading_after_compiling_is_seen(kind, home, device):
-    model = make(kind, device, num_hidden_layers=1, num_kv_shared_layers=0)
+def test_b24_offloading_after_compiling_is_seen(home, device):
+    model = make("gemma4", device, num_hidden_layers=1, num_kv_shared_layers=0)
     assert_table_matters(model)
     expected = logits(model, use_cache=False)
     torch._dynamo.reset()
