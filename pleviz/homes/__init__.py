@@ -190,6 +190,11 @@ def _offload(model: nn.Module, home: str, checkpoint: str | Path | None, verify:
     if shard is not None and not shard.aligned:
         problem = problem or f"the table starts at the odd byte {shard.offset} of {shard.path.name}"
     kind = "cpu" if home == "cpu" or problem else "mapped"
+    if shard is not None and kind == "mapped" and table.wrapper == "lora":
+        raise OffloadError(
+            f"a LoRA adapter sits on {table.name}, and merging it would write into the read-only file. "
+            "Use home='mapped', or merge the adapter first."
+        )
     if shard is None:
         _require_ram(table, kind)
     with AllOrNothing(model, table.module):

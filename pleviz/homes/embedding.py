@@ -73,6 +73,13 @@ class HostEmbedding(nn.Embedding):
             if name in ("weight", "num_embeddings"):
                 self._adopt_if_replaced()
 
+    def __getattr__(self, name: str) -> Any:
+        if name == "base_layer" and self._home.kind == "mapped":
+            # PEFT asks before it wraps an embedding. Merging the adapter will write into the weight,
+            # and a GPU that writes to a file mapped read-only ends the CUDA context.
+            self._home.make_writable(self)
+        return super().__getattr__(name)
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         """``.to()``, ``.half()``, ``.cuda()`` …: casts reach the table, moves do not."""
         self._adopt_if_replaced()
