@@ -133,6 +133,28 @@ def test_lora_on_the_table_itself(kind, home, device, order, safe, tmp_path):
 
 
 @BOTH
+def test_lora_on_a_table_that_is_mapped_read_only(kind, tmp_path, monkeypatch):
+    """Here in ordinary memory, where a write to such a map ends the process as it does on a GPU."""
+    monkeypatch.setattr(pleviz.homes, "why_not", lambda device, *, read_only: None)
+    plain, model = adapted(make(kind), [TABLE]), make(kind)
+    handle = offload(model, "file", tmp_path)
+    assert (
+        pleviz.home_of(model) == "file" and pleviz.find_table(model).module._home.kind == "mapped"
+    )
+    model = adapted(model, [TABLE])
+    assert pleviz.home_of(model) == "mapped"  # in RAM now, where it can be written to
+    merged, expected = model.merge_and_unload(), logits(plain.merge_and_unload())
+    assert torch.equal(logits(merged), expected)
+    handle.restore()
+    assert torch.equal(logits(merged), expected)
+    before = adapted(make(kind), [TABLE])
+    with pytest.raises(OffloadError, match="would write into the read-only file"):
+        pleviz.offload(before, "file", checkpoint=tmp_path / "home")
+    with pleviz.offload(before, "mapped"):
+        assert torch.equal(logits(before.merge_and_unload()), expected)
+
+
+@BOTH
 @HOMES
 def test_an_adapter_saved_and_loaded_beside_an_offloaded_table(kind, home, device, tmp_path):
     plain, model = adapted(make(kind, device)), make(kind, device)
